@@ -1,0 +1,113 @@
+"""What differs between transformers versions, and what is private to transformers: here, and nowhere else."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+__all__ = ["causal_mask_function", "sdpa_mask"]
+
+
+def text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the decoder that the cache serves: the same object that its attention modules read."""
+    config = model_or_config.config if isinstance(model_or_config, PreTrainedModel) else model_or_config
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"Expected a transformers model or configuration, not {type(model_or_config).__name__}.")
+    return config.get_text_config(decoder=True)
+
+
+def cache_layers(config: PreTrainedConfig) -> tuple[list[Any], set[int]]:
+    """Stock cache layers for a text configuration, and the indices of those with full attention.
+
+    Raises:
+        ValueError: an architecture whose cache this project cannot hold, by name.
+    """
+    kind = getattr(config, "model_type", type(config).__name__)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{kind} is an encoder-decoder model, which OSCAR does not support; use EncoderDecoderCache.")
+    if getattr(config, "kv_lora_rank", None):
+        raise ValueError(
+            f"{kind} has multi-head latent attention (kv_lora_rank={config.kv_lora_rank}), whose cache OSCAR does not "
+            "support; use DynamicCache."
+        )
+    layers = DynamicCache(config=config).layers
+    full = {index for index, layer in enumerate(layers) if type(layer) is DynamicLayer}
+    if not full:
+        raise ValueError(f"{kind} has no full-attention layer, so there is no history to quantise; use DynamicCache.")
+    return layers, full
+
+
+def architecture(config: PreTrainedConfig) -> dict[str, Any]:
+    """What must agree between a model and its rotations: shapes, and the base of the rotary embedding."""
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    facts = {
+        "model_type": config.model_type,
+        "num_hidden_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": getattr(config, "intermediate_size", None),
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "rope_theta": rope.get("rope_theta") if isinstance(rope, dict) else None,
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """What the model's forward calls its cache: "cache" from transformers 5.24 on, "past_key_values" before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def set_attention(model: PreTrainedModel, implementation: str) -> str:
+    """Switch the attention of the model's decoder alone; returns the implementation it had."""
+    config = text_config(model)
+    previous = config._attn_implementation
+    if config is model.config:
+        model.set_attn_implementation(implementation)
+    else:
+        name = next(key for key in model.config.sub_configs if getattr(model.config, key) is config)
+        model.set_attn_implementation({name: implementation})
+    if config._attn_implementation != implementation:
+        raise ValueError(f"{type(model).__name__} does not let its attention be set to {implementation!r}.")
+    return previous
+
+
+def wrap_cache_preparation(
+    model: PreTrainedModel, prepare: Callable[[Any | None, int, bool], Any | None]
+) -> Callable[[], None]:
+    """Let `prepare` see, and choose, the cache of every `model.generate`; returns the way back.
+
+    `prepare(cache, length, free)` gets the user's cache or None, the number of tokens of the whole prompt (-1 if
+    unknown), and whether generate is free to use another cache; it returns a cache, or None for transformers' own.
+    """
+    original = model._prepare_cache_for_generation
+    previous = vars(model).get("_prepare_cache_for_generation")
+
+    def wrapped(self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kw: Any):
+        name = cache_argument(self)
+        mask = model_kwargs.get("attention_mask")
+        length = mask.shape[1] if isinstance(mask, Tensor) else getattr(generation_config, "_mask_length", -1)
+        free = generation_config.use_cache is not False and generation_config.cache_implementation is None
+        cache = prepare(model_kwargs.get(name), length, free)
+        if cache is not None and model_kwargs.get(name) is None:
+            model_kwargs[name] = cache
+            if getattr(generation_config, "is_assistant", False):
+                cache.activate_past_recording()
+        return original(generation_config, model_kwargs, *args, **kw)
+
+    model._prepare_cache_for_generation = MethodType(wrapped, model)  # type: ignore[method-assign]
+
+    def restore() -> None:
+        vars(model).pop("_prepare_cache_for_generation", None)
+        if previous is not None:
+            model._prepare_cache_for_generation = previous  # type: ignore[method-assign]
+
+    return restore

@@ -1,0 +1,171 @@
+"""OscarQuantizedCache: what a user hands to `generate`, and what a patched model uses by itself."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from . import attention as _attention  # noqa: F401  (registers "oscar")
+from ._compat import architecture, cache_layers, text_config, wrap_cache_preparation
+from .config import OscarConfig
+from .layer import OscarLayer, Transform
+from .memory import CacheMemory, measure
+from .rotation import RotationSet
+
+
+class OscarQuantizedCache(Cache):
+    """A key-value cache with a 16-bit sink, a 2-bit history and a 16-bit recent window.
+
+    Sliding-window, linear and other layers of hybrid models keep transformers' own cache layers.
+
+    Args:
+        model_or_config: a patched model, whose rotations and settings it takes; or any model or configuration.
+        rotations: needed unless the model is patched: a RotationSet made for this model.
+        config: storage settings (default: the patched model's, else the rotations').
+
+    Raises:
+        ValueError: no rotations, rotations of another model, or an architecture that is not supported.
+        RuntimeError: on a forward with gradients, or after one that failed halfway.
+
+    Example:
+        >>> cache = OscarQuantizedCache(model)
+        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=256)
+        >>> print(cache.memory())
+    """
+
+    def __init__(
+        self,
+        model_or_config: PreTrainedModel | PreTrainedConfig,
+        rotations: RotationSet | None = None,
+        config: OscarConfig | None = None,
+    ):
+        model_config = text_config(model_or_config)
+        layers, full = cache_layers(model_config)
+        patch = getattr(model_or_config, "_oscar_patch", None)
+        if patch is not None:
+            if rotations is not None and rotations.digest() != patch.digest:
+                raise ValueError(
+                    "This model is patched with other rotations; leave `rotations` out, or unpatch_model() first."
+                )
+            transforms, default = patch.transforms, patch.config
+        elif rotations is None:
+            raise ValueError(
+                "This model is not patched, so its rotations are unknown: call patch_model(model, rotations=...) first, "
+                "or pass rotations=calibrate(model, texts, tokenizer)."
+            )
+        else:
+            rotations.check_fits(full, architecture(model_config))
+            transforms = {index: Transform(rotation) for index, rotation in rotations.layers.items()}
+            default = rotations.config
+        self.config = config or default
+        for index in full:
+            layers[index] = OscarLayer(transforms[index], self.config, model_config)
+        super().__init__(layers=layers)
+        if isinstance(model_or_config, PreTrainedModel) and patch is None:
+            attach(model_or_config)
+
+    @property
+    def oscar_layers(self) -> list[OscarLayer]:
+        """The layers whose history is quantised."""
+        return [layer for layer in self.layers if isinstance(layer, OscarLayer)]
+
+    @property
+    def fused(self) -> bool:
+        """Whether attention reads the packed history in place (a patched model under "oscar" attention)."""
+        return self.oscar_layers[0].fused
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store new keys and values [B, H_kv, n, D] of a layer; see `OscarLayer.update` for what comes back."""
+        layer, first = self.layers[layer_idx], self.oscar_layers[0]
+        if isinstance(layer, OscarLayer):
+            expected = first.seen if layer is first else first.seen - key_states.shape[2]
+            if layer.seen != expected:
+                raise RuntimeError(
+                    f"Layer {layer_idx} holds {layer.seen} tokens where {expected} were expected: an earlier forward "
+                    "failed halfway. Call cache.reset() and start over."
+                )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def set_padding(self, attention_mask: Tensor | None) -> None:
+        """Tell which columns, of those stored and those of the next forward, are real: [B, seen + n], 0 is padding.
+
+        Only needed under another attention implementation than "oscar", and only for a cache made from a
+        configuration: a cache made from a model is told by the model. Without it padding is stored like text, which
+        is masked all the same but takes up the sink.
+        """
+        for layer in self.oscar_layers:
+            layer.padding = attention_mask
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen so far, padding included."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if layer_idx == 0 and not isinstance(layer, OscarLayer):
+            return self.oscar_layers[0].get_seq_length()
+        return super().get_seq_length(layer_idx)
+
+    def check_prompt(self, length: int) -> None:
+        """Raise ValueError unless a prompt of `length` tokens in all continues what is stored."""
+        seen = self.get_seq_length()
+        if seen and 0 <= length <= seen:
+            raise ValueError(
+                f"This cache holds {seen} tokens, but the prompt has {length}: it was filled by another prompt. "
+                "Pass the whole conversation, or a new cache, or call cache.reset()."
+            )
+
+    def memory(self) -> CacheMemory:
+        """What is held, byte by byte."""
+        return measure(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OscarQuantizedCache:
+        """Copy what is stored; transforms and the model's configuration are shared."""
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin.layers = copy.deepcopy(self.layers, memo)
+        return twin
+
+
+_attached: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+
+
+def attach(model: PreTrainedModel, default: Any | None = None) -> Any:
+    """Tell caches of this model about padding, and check what `generate` is given; once per model.
+
+    Args:
+        model: gets a forward pre-hook and a wrapper around its cache preparation.
+        default: makes the cache for a `generate` that was given none; None leaves that to transformers.
+
+    Returns:
+        A function that takes both off again.
+    """
+
+    def tell_padding(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        cache = next((v for v in (*kwargs.values(), *args) if isinstance(v, OscarQuantizedCache)), None)
+        mask = kwargs.get("attention_mask")
+        if cache is not None and not cache.fused and isinstance(mask, Tensor) and mask.dim() == 2:
+            cache.set_padding(mask)
+
+    def prepare(cache: Any | None, length: int, free: bool) -> Any | None:
+        if isinstance(cache, OscarQuantizedCache):
+            cache.check_prompt(length)
+        return default() if cache is None and free and default is not None else cache
+
+    if default is None and model in _attached:
+        return lambda: None
+    _attached[model] = True
+    handle = model.register_forward_pre_hook(tell_padding, with_kwargs=True)
+    restore = wrap_cache_preparation(model, prepare)
+
+    def detach() -> None:
+        handle.remove()
+        restore()
+        _attached.pop(model, None)
+
+    return detach

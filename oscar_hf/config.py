@@ -1,0 +1,192 @@
+"""Every knob, in two frozen dataclasses: how rotations are fitted, and how a cache stores what it is given."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+KeyTransform = Literal["identity", "hadamard", "eigen", "balanced"]
+ValueTransform = Literal["identity", "hadamard", "eigen"]
+ScaleRule = Literal["minmax", "inner_product"]
+
+
+def _one_of(name: str, value: object, allowed: tuple) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(map(repr, allowed))}.")
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ValueError(f"{name}={value!r} must be a number from {low:g} to {high:g}.")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a layer's transforms are fitted to calibration statistics, with the quantiser that goes with them.
+
+    Args:
+        name: what `OscarConfig.recipe` and a RotationSet call it.
+        k_transform: `"eigen"` (query covariance, then Hadamard and bit reversal), `"balanced"` (geometric mean of
+            the inverse key covariance and the query covariance, then Hadamard), `"hadamard"` or `"identity"`.
+        v_transform: `"eigen"` (of `value_target`), `"hadamard"` or `"identity"`. Always orthogonal.
+        per_head: one transform per KV head instead of one per layer.
+        key_mean: take the calibration mean off every key; softmax does not see it.
+        alpha: strength of the balanced transform, `A = M ** (alpha / 2) H`; 0 is a plain Hadamard.
+        ridge: added to both covariances, once scaled to mean eigenvalue 1, before they are balanced.
+        value_target: second moment that V's eigenvectors come from: `"score"`, the values weighted by
+            `k C_Q k'` (what the published rotations use), or `"output"`, the attention outputs (what the paper says).
+        k_clip: default of `OscarConfig.k_clip`.
+        v_clip: default of `OscarConfig.v_clip`.
+        scale_rule: default of `OscarConfig.scale_rule`.
+    """
+
+    name: str
+    k_transform: KeyTransform = "eigen"
+    v_transform: ValueTransform = "eigen"
+    per_head: bool = False
+    key_mean: bool = False
+    alpha: float = 0.5
+    ridge: float = 0.1
+    value_target: Literal["score", "output"] = "score"
+    k_clip: float = 0.96
+    v_clip: float = 0.92
+    scale_rule: ScaleRule = "minmax"
+
+    def __post_init__(self) -> None:
+        _one_of("k_transform", self.k_transform, ("identity", "hadamard", "eigen", "balanced"))
+        _one_of("v_transform", self.v_transform, ("identity", "hadamard", "eigen"))
+        _one_of("value_target", self.value_target, ("score", "output"))
+        _one_of("scale_rule", self.scale_rule, ("minmax", "inner_product"))
+        _within("alpha", self.alpha, 0.0, 2.0)
+        _within("ridge", self.ridge, 0.0, 1e6)
+        _within("k_clip", self.k_clip, 0.01, 1.0)
+        _within("v_clip", self.v_clip, 0.01, 1.0)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether fitting needs calibration statistics at all."""
+        return self.k_transform in ("eigen", "balanced") or self.v_transform == "eigen" or self.key_mean
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("naive", k_transform="identity", v_transform="identity", k_clip=1.0, v_clip=1.0),
+        Recipe("hadamard", k_transform="hadamard", v_transform="hadamard", k_clip=1.0, v_clip=1.0),
+        Recipe("oscar"),
+        Recipe(
+            "balanced",
+            k_transform="balanced",
+            v_transform="hadamard",
+            per_head=True,
+            key_mean=True,
+            k_clip=0.94,
+            scale_rule="inner_product",
+        ),
+    )
+}
+
+
+def get_recipe(name: str, **changes: Any) -> Recipe:
+    """The recipe of that name, with `changes` to its fields (for ablations).
+
+    Raises:
+        ValueError: no such recipe, or a field or value that a recipe does not have.
+    """
+    _one_of("recipe", name, tuple(RECIPES))
+    unknown = set(changes) - {field.name for field in fields(Recipe)} - {"name"}
+    if unknown:
+        raise ValueError(
+            f"A recipe has no setting {', '.join(map(repr, sorted(unknown)))}; "
+            f"it has {', '.join(field.name for field in fields(Recipe) if field.name != 'name')}."
+        )
+    return replace(RECIPES[name], **changes)
+
+
+@dataclass(frozen=True)
+class OscarConfig:
+    """How a cache stores keys and values. Immutable; round-trips through `to_dict` and `from_dict`.
+
+    Args:
+        recipe: name of the recipe whose defaults fill the settings left at None.
+        sink_tokens: first tokens of each row kept in the model's dtype.
+        recent_tokens: newest tokens of each row kept in the model's dtype (transformers says "residual").
+        k_clip: clip keys at this percentile of a row's |x|; 1 does not clip. None: the recipe's.
+        v_clip: the same for values.
+        scale_rule: `"minmax"`, or `"inner_product"`, which stretches the levels so that quantising does not
+            shrink inner products. None: the recipe's.
+        group_size: channels that share one scale and min; must divide head_dim. None: head_dim.
+        bits: 2, or 16 to store the rotated history in the model's dtype (for checks).
+        scale_dtype: `"float16"` (saturates at 65504) or `"bfloat16"` (the range of float32, 8 bits of precision).
+        exact_chunks: tokens of one forward see each other exactly (default). False: each query sees only its own
+            recent window exactly, as when decoding token by token; slower, for measuring.
+
+    Raises:
+        ValueError: names the setting, its value and what is allowed.
+    """
+
+    recipe: str = "oscar"
+    sink_tokens: int = 64
+    recent_tokens: int = 256
+    k_clip: float = None  # type: ignore[assignment]
+    v_clip: float = None  # type: ignore[assignment]
+    scale_rule: ScaleRule = None  # type: ignore[assignment]
+    group_size: int | None = None
+    bits: Literal[2, 16] = 2
+    scale_dtype: Literal["float16", "bfloat16"] = "float16"
+    exact_chunks: bool = True
+
+    def __post_init__(self) -> None:
+        recipe = get_recipe(self.recipe)
+        for name in ("k_clip", "v_clip", "scale_rule"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(recipe, name))
+        for name in ("sink_tokens", "recent_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r} must be a whole number of tokens, 0 or more.")
+        _within("k_clip", self.k_clip, 0.01, 1.0)
+        _within("v_clip", self.v_clip, 0.01, 1.0)
+        _one_of("scale_rule", self.scale_rule, ("minmax", "inner_product"))
+        _one_of("bits", self.bits, (2, 16))
+        _one_of("scale_dtype", self.scale_dtype, ("float16", "bfloat16"))
+        _one_of("exact_chunks", self.exact_chunks, (True, False))
+        group = self.group_size
+        if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 4):
+            raise ValueError(f"group_size={group!r} must be a whole number of channels, 4 or more, or None.")
+
+    def groups(self, head_dim: int) -> int:
+        """Number of quantisation groups in a head of `head_dim` channels."""
+        group_size = self.group_size or head_dim
+        if head_dim % 4:
+            raise ValueError(f"head_dim={head_dim} is not a multiple of 4, so four codes do not fill a byte.")
+        if head_dim % group_size:
+            raise ValueError(
+                f"group_size={group_size} does not divide head_dim={head_dim}; choose a divisor, or None for head_dim."
+            )
+        return head_dim // group_size
+
+    def bits_per_element(self, head_dim: int) -> float:
+        """Bits that one element of the quantised history takes, scale and min included."""
+        return float(self.bits) if self.bits == 16 else 2 + 32 * self.groups(head_dim) / head_dim
+
+    def replace(self, **changes: Any) -> OscarConfig:
+        """A copy with some settings changed."""
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings as JSON-ready values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, settings: dict[str, Any]) -> OscarConfig:
+        """The inverse of `to_dict`; a setting it does not know is an error, not ignored."""
+        if not isinstance(settings, dict):
+            raise ValueError(f"An OscarConfig is read from a dict of settings, not from {type(settings).__name__}.")
+        unknown = set(settings) - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(
+                f"Unknown OscarConfig setting {', '.join(map(repr, sorted(unknown)))}: "
+                "written by a newer oscar-hf, or misspelt?"
+            )
+        return cls(**settings)

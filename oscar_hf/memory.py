@@ -1,0 +1,102 @@
+"""What a cache holds, byte by byte."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .cache import OscarQuantizedCache
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """Bytes of a cache, all layers together.
+
+    Args:
+        tokens: columns seen, padding included.
+        sink: bytes of the first tokens, 16-bit in a 16-bit model.
+        recent: bytes of the recent window.
+        history: bytes of the quantised history, scales and mins included.
+        slack: bytes of the history's buffers that hold no token yet.
+        other: bytes of layers that OSCAR does not quantise (sliding windows, linear attention).
+        history_elements: keys and values in the history; `8 * history / history_elements` are the bits of each.
+        elements: keys and values in all quantised layers.
+        dense: bytes that the quantised layers' tokens would take unquantised.
+    """
+
+    tokens: int
+    sink: int
+    recent: int
+    history: int
+    slack: int
+    other: int
+    history_elements: int
+    elements: int
+    dense: int
+
+    @property
+    def total(self) -> int:
+        """All bytes that the cache's tensors occupy: the sum of `untyped_storage().nbytes()`."""
+        return self.sink + self.recent + self.history + self.slack + self.other
+
+    @property
+    def history_bits(self) -> float:
+        """Bits per element of the history."""
+        return 8 * self.history / self.history_elements if self.history_elements else 0.0
+
+    @property
+    def bits(self) -> float:
+        """Bits per element of the quantised layers, windows and slack included."""
+        return 8 * (self.total - self.other) / self.elements if self.elements else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON-ready values."""
+        return {**asdict(self), "total": self.total, "bits": self.bits, "history_bits": self.history_bits}
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {getattr(self, name) / 1e6:.2f} MB" for name in ("history", "sink", "recent", "slack"))
+        return (
+            f"{self.total / 1e6:.2f} MB for {self.tokens} tokens ({parts}); history {self.history_bits:.2f} and all "
+            f"{self.bits:.2f} bits per element; unquantised {self.dense / 1e6:.2f} MB"
+        )
+
+
+def measure(cache: OscarQuantizedCache) -> CacheMemory:
+    """Count the storages that a cache's layers hold."""
+    sink = recent = history = slack = history_elements = elements = dense = 0
+    layers = [layer for layer in cache.oscar_layers if layer.is_initialized]
+    for layer in layers:
+        assert layer.history is not None
+        for name, window in layer.windows.items():
+            size = window.untyped_storage().nbytes()
+            sink, recent = (sink + size, recent) if name.startswith("sink") else (sink, recent + size)
+        like = layer.windows["sink_keys"]
+        row = 2 * like.shape[1] * like.shape[3]  # elements of one token
+        for buffer in layer.history.buffers():
+            used = _token_bytes(buffer) * sum(layer.flushed)
+            history += used
+            slack += buffer.untyped_storage().nbytes() - used
+        history_elements += row * sum(layer.flushed)
+        elements += row * sum(layer.lengths)
+        dense += row * sum(layer.lengths) * like.element_size()
+    others = [layer for layer in cache.layers if layer not in cache.oscar_layers]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for o in others for t in _tensors(vars(o))}
+    return CacheMemory(
+        cache.get_seq_length(), sink, recent, history, slack, sum(storages.values()), history_elements, elements, dense
+    )
+
+
+def _token_bytes(buffer: Tensor) -> int:
+    """Bytes of one token of one row in a buffer [B, H_kv, capacity, ...]."""
+    return buffer.shape[1] * buffer.shape[3:].numel() * buffer.element_size()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors in a value, its lists and its dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in _tensors(item)]

@@ -1,0 +1,94 @@
+"""The stored format, in plain torch: this module is its definition, and every kernel is tested against it.
+
+A row is the `head_dim` channels of one token and KV head, after rotation. Each group of `group_size` neighbouring
+channels has a scale and a min in 16 bits; each channel has a 2-bit code; `code * scale + min` is the value. Byte `i`
+of a row holds the codes of channels `i`, `i + D/4`, `i + D/2` and `i + 3D/4`, from the low bits up.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FORMAT_VERSION = 1
+MAX_STRETCH = 2.0
+
+
+class Quantized(NamedTuple):
+    """Rows in the stored format: codes [..., D/4] uint8, and affine [..., G, 2], the scale and min of each group."""
+
+    codes: Tensor
+    affine: Tensor
+
+
+def clip_index(head_dim: int, clip: float) -> int:
+    """Position, among a row's sorted |x|, of the value that `clip` clips at (reference: OSCAR, section b)."""
+    return min(int(clip * head_dim), head_dim - 1)
+
+
+def quantize(
+    x: Tensor,
+    *,
+    clip: float = 1.0,
+    group_size: int | None = None,
+    scale_rule: str = "minmax",
+    scale_dtype: torch.dtype = torch.float16,
+) -> Quantized:
+    """Quantise rows to 2 bits.
+
+    Args:
+        x: rows [..., D], any floating dtype; arithmetic is float32.
+        clip: clamp each row at its sorted |x| entry of index `min(floor(clip * D), D - 1)`.
+        group_size: channels per scale and min (default D).
+        scale_rule: `"minmax"`: levels span the clipped group. `"inner_product"`: once the codes are chosen, levels
+            are stretched about the mean so that `<x - mean, x^ - mean^>` equals `|x - mean|^2`.
+        scale_dtype: dtype of scale and min. Rows saturate at its largest value; none becomes infinite.
+
+    Returns:
+        Quantized: codes [..., D/4] and affine [..., D / group_size, 2].
+    """
+    head_dim = x.shape[-1]
+    limit = torch.finfo(scale_dtype).max
+    x = x.float().clamp(-limit, limit)
+    clipped = x
+    if clip < 1:
+        threshold = x.abs().kthvalue(clip_index(head_dim, clip) + 1, dim=-1, keepdim=True).values
+        clipped = torch.minimum(torch.maximum(x, -threshold), threshold)
+    groups = (-1, group_size or head_dim)
+    x, clipped = x.unflatten(-1, groups), clipped.unflatten(-1, groups)  # [..., G, g]
+
+    minimum = clipped.amin(-1, keepdim=True)
+    scale = (clipped.amax(-1, keepdim=True) - minimum).clamp_min(1e-8) / 3
+    codes = ((clipped - minimum) / scale + 0.5).floor_().clamp_(0, 3)
+    if scale_rule == "inner_product":
+        level_mean = codes.mean(-1, keepdim=True) * scale + minimum
+        mean = x.mean(-1, keepdim=True)
+        centred = x - mean
+        overlap = (centred * (codes * scale + minimum - level_mean)).sum(-1, keepdim=True)
+        stretch = (centred.square().sum(-1, keepdim=True) / overlap).nan_to_num_(1.0, posinf=1.0)
+        stretch = stretch.clamp_(1 / MAX_STRETCH, MAX_STRETCH)
+        minimum = (minimum - level_mean) * stretch + mean
+        scale = scale * stretch
+    affine = torch.cat([scale, minimum], dim=-1).clamp_(-limit, limit).to(scale_dtype)  # [..., G, 2]
+    return Quantized(pack(codes.flatten(-2).to(torch.uint8)), affine)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Four 2-bit codes to a byte: [..., D] uint8 in 0..3 -> [..., D/4] uint8."""
+    low, second, third, high = codes.chunk(4, dim=-1)
+    return low | second << 2 | third << 4 | high << 6
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """The inverse of `pack`: [..., D/4] uint8 -> [..., D] uint8 in 0..3."""
+    return torch.cat([packed & 3, packed >> 2 & 3, packed >> 4 & 3, packed >> 6], dim=-1)
+
+
+def dequantize(rows: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values that rows in the stored format stand for: [..., D] in `dtype`, computed in float32."""
+    groups = rows.affine.shape[-2]
+    scale, minimum = rows.affine.float().split(1, dim=-1)  # [..., G, 1]
+    values = unpack(rows.codes).float().unflatten(-1, (groups, -1))
+    return values.mul_(scale).add_(minimum).flatten(-2).to(dtype)

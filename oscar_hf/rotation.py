@@ -1,0 +1,306 @@
+"""The matrices: Hadamard, bit reversal, eigenbases, the balanced transform; and the set of them a model needs.
+
+Row vectors throughout. A layer stores `(k - k_mean) k_rotation` and `v v_rotation`, and reads with
+`q q_rotation`, so that `q q_rotation ((k - k_mean) k_rotation)' = q (k - k_mean)'`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .config import OscarConfig, Recipe, get_recipe
+
+WEIGHTS_NAME = "oscar_rotations.safetensors"
+CONFIG_NAME = "oscar_config.json"
+FILE_VERSION = 1
+MAX_CONFIG_BYTES = 1 << 20
+TOLERANCE = 1e-3
+MAX_CONDITION = 1e4
+
+
+def _power_of_two(size: int) -> int:
+    """The largest power of two that divides `size`."""
+    return size & -size
+
+
+def hadamard(size: int) -> Tensor:
+    """Orthonormal Sylvester Hadamard matrix [size, size], float64.
+
+    Where `size` is not a power of two: block-diagonal, of equal blocks of the largest power of two that divides it.
+    """
+    block = _power_of_two(size)
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < block:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)]) / 2**0.5
+    return torch.block_diag(*[matrix] * (size // block))
+
+
+def bit_reversal(size: int) -> Tensor:
+    """Index permutation [size]: position `i` with its bits in reverse order.
+
+    Where `size` is m times a power of two, the block number is the leading digit and becomes the last, so that
+    neighbouring positions come from different Hadamard blocks.
+    """
+    block = _power_of_two(size)
+    reversed_bits = torch.zeros(block, dtype=torch.long)
+    for bit in range(block.bit_length() - 1):
+        reversed_bits = reversed_bits << 1 | torch.arange(block) >> bit & 1
+    return (torch.arange(size // block)[:, None] + reversed_bits * (size // block)).flatten()
+
+
+def compose_rotation(covariance: Tensor) -> Tensor:
+    """`U H P`: eigenvectors of a covariance [..., D, D], Hadamard, bit reversal; orthogonal, float64.
+
+    Eigenvalues ascend, and column j of the result is column `D - 1 - bit_reversal[j]` of `U H`: the published
+    order (reference, section a). Where H has several blocks, each gets every m-th eigenvector.
+    """
+    size = covariance.shape[-1]
+    blocks = size // _power_of_two(size)
+    eigenvectors = torch.linalg.eigh(covariance.double()).eigenvectors
+    interleaved = torch.arange(size).view(-1, blocks).T.flatten()
+    return (eigenvectors[..., interleaved] @ hadamard(size))[..., size - 1 - bit_reversal(size)]
+
+
+def matrix_power(matrix: Tensor, exponent: float) -> Tensor:
+    """A power of symmetric positive definite matrices [..., D, D]."""
+    values, vectors = torch.linalg.eigh(matrix)
+    tiny = torch.finfo(matrix.dtype).tiny
+    return (vectors * values.clamp_min(tiny).pow(exponent).unsqueeze(-2)) @ vectors.mT
+
+
+def geometric_mean(a: Tensor, b: Tensor) -> Tensor:
+    """`a # b = a^1/2 (a^-1/2 b a^-1/2)^1/2 a^1/2` of symmetric positive definite matrices [..., D, D]."""
+    root, inverse_root = matrix_power(a, 0.5), matrix_power(a, -0.5)
+    return root @ matrix_power(inverse_root @ b @ inverse_root, 0.5) @ root
+
+
+def balanced_transform(keys: Tensor, queries: Tensor, alpha: float, ridge: float) -> Tensor:
+    """`M ** (alpha / 2) H` with `M = keys^-1 # queries`, the covariances [..., D, D] of keys and queries.
+
+    With an isotropic quantiser, alpha 1 gives the least error of logits (design, method.md, section 2).
+    """
+
+    def regularized(covariance: Tensor) -> Tensor:
+        size = covariance.shape[-1]
+        trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+        identity = torch.eye(size, dtype=covariance.dtype)
+        return covariance * (size / trace.clamp_min(torch.finfo(covariance.dtype).tiny)) + ridge * identity
+
+    mean = geometric_mean(torch.linalg.inv(regularized(keys.double())), regularized(queries.double()))
+    return matrix_power(mean, alpha / 2) @ hadamard(keys.shape[-1])
+
+
+@dataclass(frozen=True)
+class LayerRotation:
+    """The transforms of one attention layer, float32 on the CPU.
+
+    Args:
+        k_rotation: [D, D], or [H_kv, D, D] for one per KV head.
+        v_rotation: the same; orthogonal.
+        q_rotation: inverse transpose of `k_rotation`; None if `k_rotation` is orthogonal and serves both.
+        k_mean: [H_kv, D], taken off every key; None for no mean.
+    """
+
+    k_rotation: Tensor
+    v_rotation: Tensor
+    q_rotation: Tensor | None = None
+    k_mean: Tensor | None = None
+
+    @property
+    def head_dim(self) -> int:
+        return self.k_rotation.shape[-1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that are there, by name."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+    def validate(self, layer: int, num_kv_heads: int | None = None) -> None:
+        """Raise ValueError unless shapes agree, all is finite and the transforms undo each other."""
+        size = self.head_dim
+        heads = {num_kv_heads} if num_kv_heads else {t.shape[0] for t in self.tensors().values() if t.dim() == 3}
+        if self.k_mean is not None and not num_kv_heads:
+            heads.add(self.k_mean.shape[0])
+        if len(heads) > 1:
+            raise ValueError(f"Layer {layer}: transforms for different numbers of KV heads, {sorted(heads)}.")
+        count = next(iter(heads), None)
+        for name, tensor in self.tensors().items():
+            shapes = [(count, size)] if name == "k_mean" else [(size, size), (count, size, size)]
+            if tuple(tensor.shape) not in shapes:
+                expected = " or ".join(str(list(shape)) for shape in shapes if None not in shape)
+                raise ValueError(f"Layer {layer}: {name} has shape {list(tensor.shape)}, expected {expected}.")
+            if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+                raise ValueError(f"Layer {layer}: {name} holds NaN, infinities or no floating-point numbers.")
+        for name, left, right in (
+            ("k_rotation", self.k_rotation, self.k_rotation if self.q_rotation is None else self.q_rotation),
+            ("v_rotation", self.v_rotation, self.v_rotation),
+        ):
+            residual = left.double() @ right.double().mT - torch.eye(size, dtype=torch.float64)
+            error = residual.abs().max().item()
+            if error > TOLERANCE:
+                kind = "the inverse transpose of q_rotation" if left is not right else "orthogonal"
+                raise ValueError(f"Layer {layer}: {name} is not {kind}: off by {error:.2g}, allowed {TOLERANCE:g}.")
+        condition = torch.linalg.cond(self.k_rotation.double()).max().item()
+        if condition > MAX_CONDITION:
+            raise ValueError(
+                f"Layer {layer}: k_rotation has condition number {condition:.2g}, allowed {MAX_CONDITION:g}; "
+                "calibrate with a larger ridge or a smaller alpha."
+            )
+
+
+@dataclass
+class RotationSet:
+    """The transforms of a model's attention layers, the storage settings they were made for, and where they are from.
+
+    Args:
+        layers: transforms by layer index; a hybrid model has gaps.
+        config: storage settings that go with these rotations.
+        architecture: what must agree with a model for the set to fit it (`_compat.architecture`); empty: unknown.
+        provenance: model id, corpus, tokens, recipe and its settings; for people and model cards.
+    """
+
+    layers: dict[int, LayerRotation]
+    config: OscarConfig = field(default_factory=OscarConfig)
+    architecture: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        recipe, model = self.config.recipe, self.provenance.get("model", "unknown model")
+        return f"RotationSet({len(self.layers)} layers, recipe={recipe!r}, model={model!r})"
+
+    def validate(self) -> None:
+        """Raise ValueError unless there are layers and each is sound."""
+        if not self.layers:
+            raise ValueError("A RotationSet without layers fits no model.")
+        for index, layer in self.layers.items():
+            layer.validate(index)
+
+    def check_fits(self, layers: set[int], architecture: dict[str, Any]) -> None:
+        """Raise ValueError unless the set was made for a model with these full-attention layers and architecture."""
+        differences = [
+            f"{key} is {theirs!r} in the rotations and {architecture[key]!r} in the model"
+            for key, theirs in self.architecture.items()
+            if key in architecture and architecture[key] != theirs
+        ]
+        if differences:
+            raise ValueError(
+                f"These rotations were made for another model ({self.provenance.get('model', 'unknown')}): "
+                f"{'; '.join(differences)}. Calibrate this model, or choose its own set."
+            )
+        missing, extra = sorted(layers - set(self.layers)), sorted(set(self.layers) - layers)
+        if missing:
+            raise ValueError(f"The rotations lack full-attention layers {missing} of this model; calibrate it anew.")
+        if extra:
+            raise ValueError(f"The rotations have layers {extra}, which in this model are no full-attention layers.")
+        sizes = {index: layer.head_dim for index, layer in self.layers.items()}
+        if architecture.get("head_dim") and set(sizes.values()) != {architecture["head_dim"]}:
+            index, size = next((i, s) for i, s in sizes.items() if s != architecture["head_dim"])
+            raise ValueError(
+                f"Layer {index}: rotations for head_dim {size}, but the model's is {architecture['head_dim']}."
+            )
+        for index, layer in self.layers.items():
+            layer.validate(index, architecture.get("num_key_value_heads"))
+
+    def digest(self) -> str:
+        """SHA-256 over names and values of all transforms: equal sets have equal digests."""
+        sha = hashlib.sha256()
+        for index in sorted(self.layers):
+            for name, tensor in sorted(self.layers[index].tensors().items()):
+                sha.update(f"{index}.{name}{list(tensor.shape)}".encode())
+                sha.update(tensor.float().contiguous().numpy().tobytes())
+        return sha.hexdigest()
+
+    def save_pretrained(self, save_directory: str | os.PathLike) -> None:
+        """Write `oscar_rotations.safetensors` and `oscar_config.json`."""
+        self.validate()
+        directory = Path(save_directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"layers.{index}.{name}": tensor.float().contiguous().clone()
+            for index, layer in self.layers.items()
+            for name, tensor in layer.tensors().items()
+        }
+        save_file(tensors, directory / WEIGHTS_NAME, metadata={"format": "pt", "oscar_version": str(FILE_VERSION)})
+        settings = {
+            "version": FILE_VERSION,
+            "config": self.config.to_dict(),
+            "architecture": self.architecture,
+            "provenance": self.provenance,
+        }
+        (directory / CONFIG_NAME).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike) -> RotationSet:
+        """Read and check a set that `save_pretrained` wrote.
+
+        Raises:
+            FileNotFoundError: one of the two files is not there.
+            ValueError: a file is cut, malformed, of another version, or its matrices are not what they should be.
+        """
+        directory = Path(directory)
+        settings = _read_settings(directory / CONFIG_NAME)
+        layers: dict[int, dict[str, Tensor]] = {}
+        path = directory / WEIGHTS_NAME
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is not there; a RotationSet is {CONFIG_NAME} and {WEIGHTS_NAME}.")
+        try:
+            with safe_open(path, "pt") as file:
+                for key in file.keys():  # noqa: SIM118 (not a mapping)
+                    prefix, index, name = [*key.split("."), "", ""][:3]
+                    if prefix != "layers" or not index.isdecimal() or name not in LayerRotation.__annotations__:
+                        raise ValueError(f"{path}: unexpected tensor {key!r}; is this a RotationSet?")
+                    layers.setdefault(int(index), {})[name] = file.get_tensor(key).float()
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged or cut short ({error}); fetch or calibrate it again.") from error
+        for index, tensors in layers.items():
+            if not {"k_rotation", "v_rotation"} <= set(tensors):
+                raise ValueError(f"{path}: layer {index} lacks k_rotation or v_rotation.")
+        rotations = cls(
+            {index: LayerRotation(**tensors) for index, tensors in sorted(layers.items())},
+            OscarConfig.from_dict(settings["config"]),
+            settings["architecture"],
+            settings["provenance"],
+        )
+        rotations.validate()
+        return rotations
+
+    @classmethod
+    def without_data(
+        cls, layers: set[int], head_dim: int, recipe: str | Recipe = "hadamard", **provenance: Any
+    ) -> RotationSet:
+        """A set for a recipe that needs no calibration (`"hadamard"`, `"naive"`)."""
+        recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+        if recipe.needs_data:
+            raise ValueError(f"Recipe {recipe.name!r} is fitted to data: use calibrate().")
+        matrices = {"identity": torch.eye(head_dim), "hadamard": hadamard(head_dim).float()}
+        layer = LayerRotation(matrices[recipe.k_transform], matrices[recipe.v_transform])
+        config = OscarConfig(recipe.name, k_clip=recipe.k_clip, v_clip=recipe.v_clip, scale_rule=recipe.scale_rule)
+        return cls(dict.fromkeys(sorted(layers), layer), config, provenance={"recipe": recipe.name, **provenance})
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """The JSON half of a RotationSet, checked for version and structure."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there; a RotationSet is {CONFIG_NAME} and {WEIGHTS_NAME}.")
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, allowed {MAX_CONFIG_BYTES}: not a RotationSet's.")
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}).") from error
+    if not isinstance(settings, dict) or settings.get("version") != FILE_VERSION:
+        version = settings.get("version") if isinstance(settings, dict) else None
+        raise ValueError(f"{path}: format version {version!r}, this oscar-hf reads {FILE_VERSION}; update it?")
+    for key in ("config", "architecture", "provenance"):
+        if not isinstance(settings.get(key), dict):
+            raise ValueError(f"{path}: {key!r} is missing or no object.")
+    return settings
