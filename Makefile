@@ -42,8 +42,7 @@ format: .venv/.stamp-dev ## mend style where that can be done by machine
 	.venv/bin/ruff format
 
 clean: ## remove the environments, the caches and what was built
-	rm -rf .venv .venv-* build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find oscar_hf eval tests -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf .venv .venv-[0-9]* build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # An environment's stamps are newer than pyproject.toml once it holds what that asks for.
 .venv/.stamp-dev: pyproject.toml

@@ -103,11 +103,11 @@ def wrap_cache_preparation(
                 cache.activate_past_recording()
         return original(generation_config, model_kwargs, *args, **kw)
 
-    model._prepare_cache_for_generation = MethodType(wrapped, model)  # type: ignore[method-assign]
+    model._prepare_cache_for_generation = MethodType(wrapped, model)
 
     def restore() -> None:
         vars(model).pop("_prepare_cache_for_generation", None)
         if previous is not None:
-            model._prepare_cache_for_generation = previous  # type: ignore[method-assign]
+            model._prepare_cache_for_generation = previous
 
     return restore

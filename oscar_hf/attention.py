@@ -110,7 +110,7 @@ def observe(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     modules = [module for module in model.modules() if hasattr(module, "layer_idx")]
     previous = set_attention(model, "oscar")
     for module in modules:
-        module.oscar_observer = observer  # type: ignore[assignment]
+        module.oscar_observer = observer
     try:
         yield
     finally:

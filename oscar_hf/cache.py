@@ -14,9 +14,10 @@ from transformers.cache_utils import Cache
 from . import attention as _attention  # noqa: F401  (registers "oscar")
 from ._compat import architecture, cache_layers, text_config, wrap_cache_preparation
 from .config import OscarConfig
-from .layer import OscarLayer, Transform
+from .layer import OscarLayer
 from .memory import CacheMemory, measure
 from .rotation import RotationSet
+from .transform import Transform
 
 
 class OscarQuantizedCache(Cache):
@@ -56,7 +57,7 @@ class OscarQuantizedCache(Cache):
             transforms, default = patch.transforms, patch.config
         elif rotations is None:
             raise ValueError(
-                "This model is not patched, so its rotations are unknown: call patch_model(model, rotations=...) first, "
+                "This model is not patched, so its rotations are unknown: call patch_model(model, ...) first, "
                 "or pass rotations=calibrate(model, texts, tokenizer)."
             )
         else:

@@ -142,6 +142,7 @@ def collect_statistics(
 
     was_training = model.training
     model.eval()
+    decoder = model.base_model  # the head's logits are not needed
     passes = [gather, score] if scored_values else [gather]
     total = sum(len(ids) for ids in sequences) * len(passes)
     try:
@@ -149,7 +150,7 @@ def collect_statistics(
             for observer in passes:
                 with observe(model, observer):
                     for ids in sequences:
-                        model(ids[None].to(model.device), use_cache=False)
+                        decoder(input_ids=ids[None].to(model.device), use_cache=False)
                         bar.update(len(ids))
     finally:
         model.train(was_training)
@@ -226,7 +227,10 @@ def calibrate(
 
 
 def _sequences(
-    data: str | Tensor | Iterable[str | Tensor], tokenizer: PreTrainedTokenizerBase | None, tokens: int, limit: int
+    data: str | Tensor | Iterable[str | Tensor],
+    tokenizer: PreTrainedTokenizerBase | None,
+    tokens: int,
+    limit: int,
 ) -> Iterator[Tensor]:
     """Token ids [n <= limit], `tokens` in all; texts are joined, id tensors kept apart."""
     items = [data] if isinstance(data, (str, Tensor)) else data

@@ -57,7 +57,9 @@ class CacheMemory:
         return {**asdict(self), "total": self.total, "bits": self.bits, "history_bits": self.history_bits}
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {getattr(self, name) / 1e6:.2f} MB" for name in ("history", "sink", "recent", "slack"))
+        parts = ", ".join(
+            f"{name} {getattr(self, name) / 1e6:.2f} MB" for name in ("history", "sink", "recent", "slack")
+        )
         return (
             f"{self.total / 1e6:.2f} MB for {self.tokens} tokens ({parts}); history {self.history_bits:.2f} and all "
             f"{self.bits:.2f} bits per element; unquantised {self.dense / 1e6:.2f} MB"
@@ -69,23 +71,33 @@ def measure(cache: OscarQuantizedCache) -> CacheMemory:
     sink = recent = history = slack = history_elements = elements = dense = 0
     layers = [layer for layer in cache.oscar_layers if layer.is_initialized]
     for layer in layers:
-        assert layer.history is not None
-        for name, window in layer.windows.items():
+        tiers = layer.tiers
+        for name, window in tiers.windows.items():
             size = window.untyped_storage().nbytes()
             sink, recent = (sink + size, recent) if name.startswith("sink") else (sink, recent + size)
-        like = layer.windows["sink_keys"]
+        like = tiers.like
         row = 2 * like.shape[1] * like.shape[3]  # elements of one token
-        for buffer in layer.history.buffers():
-            used = _token_bytes(buffer) * sum(layer.flushed)
+        for buffer in tiers.history.buffers():
+            used = _token_bytes(buffer) * sum(tiers.flushed)
             history += used
             slack += buffer.untyped_storage().nbytes() - used
-        history_elements += row * sum(layer.flushed)
-        elements += row * sum(layer.lengths)
-        dense += row * sum(layer.lengths) * like.element_size()
+        history_elements += row * sum(tiers.flushed)
+        elements += row * sum(tiers.lengths)
+        dense += row * sum(tiers.lengths) * like.element_size()
     others = [layer for layer in cache.layers if layer not in cache.oscar_layers]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for o in others for t in _tensors(vars(o))}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for o in others for t in _tensors(vars(o))
+    }
     return CacheMemory(
-        cache.get_seq_length(), sink, recent, history, slack, sum(storages.values()), history_elements, elements, dense
+        cache.get_seq_length(),
+        sink,
+        recent,
+        history,
+        slack,
+        sum(storages.values()),
+        history_elements,
+        elements,
+        dense,
     )
 
 

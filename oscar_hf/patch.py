@@ -17,8 +17,8 @@ from ._compat import architecture, cache_argument, cache_layers, set_attention, 
 from .attention import observe
 from .cache import OscarQuantizedCache, attach
 from .config import OscarConfig
-from .layer import Transform
 from .rotation import RotationSet
+from .transform import Transform
 from .zoo import find_rotations
 
 ROTATIONS_FOLDER = "oscar"
@@ -121,10 +121,14 @@ def patch_model(
             set_attention(model, "oscar"),
             rotated_on_disk=on_disk is not None,
         )
-        model._oscar_patch = patch  # type: ignore[assignment]
+        model._oscar_patch = patch
         if on_disk is None:
             for index in absorbed:
-                _rotate(seen[index].module, rotations.layers[index].v_rotation, patch.saved if reversible else None)
+                _rotate(
+                    seen[index].module,
+                    rotations.layers[index].v_rotation,
+                    patch.saved if reversible else None,
+                )
             model.config.oscar = {"digest": digest, "absorbed": absorbed}
         patch.detach = attach(model, (lambda: OscarQuantizedCache(model)) if default_cache else lambda: None)
         if expected is not None:
@@ -215,7 +219,7 @@ def _check(model: PreTrainedModel, tokens: Tensor, expected: Tensor) -> None:
     exact = OscarConfig(sink_tokens=1, recent_tokens=2, bits=16)
     logits = _steps(model, tokens, OscarQuantizedCache(model, config=exact))
     error = ((logits - expected).norm() / expected.norm()).item()
-    allowed = CHECK_TOLERANCE[model.dtype] if model.dtype in CHECK_TOLERANCE else 0.1
+    allowed = CHECK_TOLERANCE.get(model.dtype, 0.1)
     if not error <= allowed:
         raise RuntimeError(
             f"{type(model).__name__} with rotations gives other logits than without: relative error {error:.2g}, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,11 @@ Block = tuple[Tensor, Tensor, Tensor | None]
 
 
 def attend_blocks(
-    query: Tensor, blocks: Iterable[Block], softcap: float | None = None, sink_logits: Tensor | None = None
+    query: Tensor,
+    blocks: Iterable[Block],
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> Tensor:
     """Attention over keys and values that arrive block by block (online softmax, float32).
 
@@ -24,6 +29,8 @@ def attend_blocks(
         blocks: keys, values and visibility; only one block is held at a time.
         softcap: logits become `softcap * tanh(logits / softcap)`.
         sink_logits: [B, H_kv, N], one more logit in each row's softmax whose value is zero.
+        offset: [B, H_kv, N], added to a row's logits: what key-mean removal took off them. Softmax alone does not
+            see it, but softcap and sink logits do.
 
     Returns:
         Tensor: [B, H_kv, N, D] float32; zeros for a row that sees nothing.
@@ -34,6 +41,8 @@ def attend_blocks(
     output = torch.zeros_like(query)
     for keys, values, visible in blocks:
         logits = query @ keys.float().mT  # [B, H_kv, N, n]
+        if offset is not None:
+            logits += offset.unsqueeze(-1)
         if softcap is not None:
             logits = torch.tanh_(logits.div_(softcap)).mul_(softcap)
         if visible is not None:
@@ -75,7 +84,7 @@ def exact_attention(
     """
     queries, length = query.shape[2], key.shape[2]
     if mask is not None and mask.dim() == 2 and queries == length:
-        return _by_row(query, key, value, mask, scaling, softcap, sink_logits)
+        return _by_row(query, key, value, mask, scaling=scaling, softcap=softcap, sink_logits=sink_logits)
     if softcap is not None or sink_logits is not None:
         return _materialized(query, key, value, mask, scaling, softcap, sink_logits)
     if mask is None and (queries == 1 or queries == length):
@@ -97,23 +106,26 @@ def _visible(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
     return causal[None, None] if mask is None else causal & mask[:, None, None, :]
 
 
-def _by_row(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *settings: object) -> Tensor:
+def _by_row(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **settings: Any) -> Tensor:
     """One row at a time without its padding: no [B, 1, Q, K] mask, whatever the length."""
-    scaling, softcap, sinks = settings
     output = torch.zeros_like(query)
     for row, real in enumerate(mask):
         tokens = real.nonzero().squeeze(-1)
         if len(tokens):
-            parts = (states[row : row + 1].index_select(2, tokens) for states in (query, key, value))
-            output[row : row + 1].index_copy_(
-                2,
-                tokens,
-                exact_attention(*parts, scaling=scaling, softcap=softcap, sink_logits=sinks),  # type: ignore[arg-type]
-            )
+            q, k, v = (states[row : row + 1].index_select(2, tokens) for states in (query, key, value))
+            output[row : row + 1].index_copy_(2, tokens, exact_attention(q, k, v, **settings))
     return output
 
 
-def _materialized(query, key, value, mask, scaling, softcap, sink_logits) -> Tensor:  # type: ignore[no-untyped-def]
+def _materialized(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+) -> Tensor:
     """Softcap and sink logits, which SDPA has not: blocks of queries against all keys."""
     batch, heads, queries, size = query.shape
     kv_heads, length = key.shape[1:3]

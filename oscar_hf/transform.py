@@ -1,0 +1,58 @@
+"""A layer's rotations, ready to use: on the device of the states they meet."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .rotation import LayerRotation
+
+
+class Transform:
+    """A layer's rotations on the devices that use them; one object serves all caches of a patched model."""
+
+    def __init__(self, rotation: LayerRotation, absorbed: bool = False):
+        self.rotation = rotation
+        self.absorbed = absorbed  # the projections carry v_rotation already
+        self._placed: dict[torch.device, dict[str, Tensor]] = {}
+
+    def _on(self, device: torch.device) -> dict[str, Tensor]:
+        if device not in self._placed:
+            tensors = {name: tensor.to(device, torch.float32) for name, tensor in self.rotation.tensors().items()}
+            tensors.setdefault("q_rotation", tensors["k_rotation"])
+            self._placed[device] = tensors
+        return self._placed[device]
+
+    def keys(self, keys: Tensor) -> Tensor:
+        """`(k - k_mean) k_rotation`, [B, H_kv, n, D] in the dtype given."""
+        placed, rotated = self._on(keys.device), keys.float()
+        if "k_mean" in placed:
+            rotated = rotated - placed["k_mean"].unsqueeze(1)
+        return (rotated @ placed["k_rotation"]).to(keys.dtype)
+
+    def undo_keys(self, keys: Tensor) -> Tensor:
+        """Stored keys back in the model's basis."""
+        placed = self._on(keys.device)
+        restored = keys.float() @ placed["q_rotation"].mT
+        return (restored + placed["k_mean"].unsqueeze(1) if "k_mean" in placed else restored).to(keys.dtype)
+
+    def values(self, values: Tensor) -> Tensor:
+        """`v v_rotation`, unless the projections have done it."""
+        if self.absorbed:
+            return values
+        return (values.float() @ self._on(values.device)["v_rotation"]).to(values.dtype)
+
+    def undo_values(self, values: Tensor) -> Tensor:
+        """The inverse of `values`, for stored values and for attention outputs of a KV head."""
+        if self.absorbed:
+            return values
+        return (values.float() @ self._on(values.device)["v_rotation"].mT).to(values.dtype)
+
+    def queries(self, queries: Tensor) -> Tensor:
+        """`q q_rotation` for queries [B, H_kv, n, D], float32."""
+        return queries.float() @ self._on(queries.device)["q_rotation"]
+
+    def mean_logits(self, queries: Tensor, scaling: float) -> Tensor | None:
+        """`scaling q . k_mean`, [B, H_kv, n]: what every logit lacks because the mean was taken off the keys."""
+        mean = self._on(queries.device).get("k_mean")
+        return None if mean is None else (queries.float() @ mean.unsqueeze(-1)).squeeze(-1) * scaling
