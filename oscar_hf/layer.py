@@ -220,8 +220,8 @@ class OscarLayer(CacheLayerMixin):
         self.select_rows(torch.arange(self.batch_size, device=indices.device)[indices])
 
     def offload(self) -> None:
-        """Not supported: the history is small; place layers with `device_map` instead."""
-        raise NotImplementedError("OscarQuantizedCache does not offload; its layers live where their keys do.")
+        """Not supported: the history is small."""
+        raise NotImplementedError("OscarQuantizedCache does not offload itself; place the model's layers with device_map instead.")
 
     prefetch = offload
 

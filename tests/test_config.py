@@ -223,8 +223,6 @@ def test_recipe_switches_are_booleans(setting: str) -> None:
         ("oscar", {"clip": 1.0}, "'clip'.*k_clip"),
     ],
 )
-def test_unknown_recipe_or_setting_is_named_with_what_there_is(
-    name: str, changes: dict, message: str
-) -> None:
+def test_unknown_recipe_or_setting_is_named_with_the_known(name: str, changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         get_recipe(name, **changes)
