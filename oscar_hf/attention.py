@@ -33,6 +33,8 @@ def oscar_mask(
         if attention_mask is None or bool(attention_mask.all()):
             return None
         return attention_mask[:, :kv_length]
+    if kv_length != q_length:  # without a mask, the last query sees the last key: wrong for a static cache
+        kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,

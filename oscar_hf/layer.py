@@ -14,7 +14,8 @@ from transformers.cache_utils import CacheLayerMixin
 from .config import OscarConfig
 from .kernels import attend_blocks, exact_attention
 from .kernels.reference import QUERY_BLOCK, Block
-from .storage import Span, Tiers
+from .quantization import dequantize
+from .storage import PackedSpan, Span, Tiers
 from .transform import Transform
 
 
@@ -221,7 +222,9 @@ class OscarLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Not supported: the history is small."""
-        raise NotImplementedError("OscarQuantizedCache does not offload itself; place the model's layers with device_map instead.")
+        raise NotImplementedError(
+            "OscarQuantizedCache does not offload itself; place the model's layers with device_map instead."
+        )
 
     prefetch = offload
 
@@ -335,8 +338,8 @@ class OscarLayer(CacheLayerMixin):
         if count == 1:
             self.tiers.append(rows, keys, values)
             history = self.tiers.history.blocks(rows, self.tiers.flushed[rows][0])
-            everything = chain(self.tiers.exact(rows, ordered=False), history)
-            yield 0, 1, ((span.keys, span.values, None) for span in everything)
+            spans = chain[Span | PackedSpan](self.tiers.exact(rows, ordered=False), history)
+            yield 0, 1, ((span.keys, span.values, None) for span in spans)
             return
         length, flushed = self.tiers.lengths[rows][0], self.tiers.flushed[rows][0]
         held = [*self.tiers.exact(rows), Span(length, keys, values)]
@@ -364,13 +367,13 @@ class OscarLayer(CacheLayerMixin):
         used = visible.any(0).nonzero().squeeze(-1)
         if len(used):
             yield exact.keys.index_select(2, used), exact.values.index_select(2, used), visible[:, used]
-        for span in self.tiers.history.blocks(rows, flushed):
-            yield span.keys, span.values, None
+        for packed in self.tiers.history.blocks(rows, flushed):
+            yield packed.keys, packed.values, None
         if not self.config.exact_chunks:  # tokens that left the window within this chunk
             reached = min(self.tiers.flushed[rows][0], int(queries[-1]) - recent - sink + 1)
-            for span in self.tiers.history.blocks(rows, reached, flushed):
-                left = sink + torch.arange(span.start, span.stop, device=queries.device)
-                yield span.keys, span.values, queries[:, None] - left >= recent
+            for packed in self.tiers.history.blocks(rows, reached, flushed):
+                left = sink + torch.arange(packed.start, packed.stop, device=queries.device)
+                yield packed.keys, packed.values, queries[:, None] - left >= recent
 
     def _dense(self) -> tuple[Tensor, Tensor]:
         """All keys and values [B, H_kv, seen, D] in the model's basis and dtype, zeros at padding."""
@@ -381,8 +384,9 @@ class OscarLayer(CacheLayerMixin):
             real = None if self.columns is None else self.columns[rows.start].nonzero().squeeze(-1).to(like.device)
             for span in tiers.exact(rows):
                 self._place(keys, values, rows, real, span)
-            for span in tiers.history.blocks(rows, tiers.flushed[rows][0]):
-                self._place(keys, values, rows, real, span._replace(start=self.config.sink_tokens + span.start))
+            for packed in tiers.history.blocks(rows, tiers.flushed[rows][0]):
+                states = (p if isinstance(p, Tensor) else dequantize(p) for p in (packed.keys, packed.values))
+                self._place(keys, values, rows, real, Span(self.config.sink_tokens + packed.start, *states))
         return keys, values
 
     def _place(self, keys: Tensor, values: Tensor, rows: slice, real: Tensor | None, span: Span) -> None:

@@ -86,6 +86,26 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.cat([packed & 3, packed >> 2 & 3, packed >> 4 & 3, packed >> 6], dim=-1)
 
 
+def code_values(packed: Tensor) -> Tensor:
+    """Codes as float32 in byte order, [..., D/4] uint8 -> [..., D]: channel `i + j D/4` is at `4 i + j`.
+
+    One table look-up a byte, the quickest way to unpack on a CPU; `to_byte_order` puts other rows in this order.
+    """
+    shifts = torch.tensor([0, 2, 4, 6], device=packed.device)
+    table = (torch.arange(256, device=packed.device)[:, None] >> shifts & 3).float()
+    return torch.nn.functional.embedding(packed.int(), table).flatten(-2)
+
+
+def to_byte_order(x: Tensor) -> Tensor:
+    """Channels [..., D] in the order of `code_values`."""
+    return x.unflatten(-1, (4, -1)).mT.flatten(-2)
+
+
+def from_byte_order(x: Tensor) -> Tensor:
+    """The inverse of `to_byte_order`."""
+    return x.unflatten(-1, (-1, 4)).mT.flatten(-2)
+
+
 def dequantize(rows: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values that rows in the stored format stand for: [..., D] in `dtype`, computed in float32."""
     groups = rows.affine.shape[-2]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .config import OscarConfig
-from .quantization import Quantized, dequantize, quantize
+from .quantization import Quantized, quantize
 
 GROWTH = 1 / 16
 GRANULE = 32
@@ -26,6 +26,15 @@ class Span(NamedTuple):
     @property
     def stop(self) -> int:
         return self.start + self.keys.shape[2]
+
+
+class PackedSpan(NamedTuple):
+    """The same in the stored format, of tokens `start` to `stop` of the history; views, not copies."""
+
+    start: int
+    stop: int
+    keys: Tensor | Quantized
+    values: Tensor | Quantized
 
 
 class History:
@@ -88,15 +97,15 @@ class History:
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer[rows, :, start : start + states.shape[2]] = part
 
-    def blocks(self, rows: slice, stop: int, start: int = 0) -> Iterator[Span]:
-        """Tokens `start` to `stop` of some rows, unpacked to float32, at most `READ_BLOCK` at a time."""
+    def blocks(self, rows: slice, stop: int, start: int = 0) -> Iterator[PackedSpan]:
+        """Tokens `start` to `stop` of some rows, at most `READ_BLOCK` at a time."""
         for first in range(start, stop, READ_BLOCK):
             last = min(first + READ_BLOCK, stop)
             keys, values = (
-                dequantize(Quantized(*parts)) if self.config.bits == 2 else parts[0].float()
+                Quantized(*parts) if self.config.bits == 2 else parts[0]
                 for parts in ([buffer[rows, :, first:last] for buffer in held] for held in (self.keys, self.values))
             )
-            yield Span(first, keys, values)
+            yield PackedSpan(first, last, keys, values)
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order; a row may come more than once."""

@@ -30,8 +30,12 @@ def random_rotation(balanced: bool = True) -> LayerRotation:
     )
 
 
-def make_layer(config: OscarConfig = SMALL, rotation: LayerRotation | None = None, attention: str = "oscar") -> OscarLayer:
-    return OscarLayer(Transform(rotation or random_rotation()), config, SimpleNamespace(_attn_implementation=attention))
+def make_layer(
+    config: OscarConfig = SMALL, rotation: LayerRotation | None = None, attention: str = "oscar"
+) -> OscarLayer:
+    return OscarLayer(
+        Transform(rotation or random_rotation()), config, SimpleNamespace(_attn_implementation=attention)
+    )
 
 
 def random_states(tokens: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,7 +46,9 @@ def random_states(tokens: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def feed(layer: OscarLayer, states: tuple[Tensor, ...], chunks: list[int], mask: Tensor | None = None, **settings) -> Tensor:
+def feed(
+    layer: OscarLayer, states: tuple[Tensor, ...], chunks: list[int], mask: Tensor | None = None, **settings
+) -> Tensor:
     """Run query, key and value states through the layer in chunks; outputs side by side."""
     outputs, start = [], layer.get_seq_length()
     for query, key, value in zip(*(part.split(chunks, 2) for part in states), strict=True):
@@ -184,7 +190,9 @@ def test_dense_fallback_returns_what_is_stored(padded: bool) -> None:
     fused, dense = make_layer(SMALL, rotation), make_layer(SMALL, rotation, attention="sdpa")
     outputs = feed(fused, states, [50, 18, 1, 1], mask)
     start = 0
-    for size, query, key, value in zip([50, 18, 1, 1], *(part.split([50, 18, 1, 1], 2) for part in states), strict=True):
+    for size, query, key, value in zip(
+        [50, 18, 1, 1], *(part.split([50, 18, 1, 1], 2) for part in states), strict=True
+    ):
         dense.padding = None if mask is None else mask[:, : start + size]
         keys, values = dense.update(key, value)
         assert keys.shape[2] == values.shape[2] == dense.get_seq_length() == start + size

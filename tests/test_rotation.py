@@ -119,16 +119,14 @@ def test_neighbouring_columns_come_from_different_hadamard_blocks(size: int, blo
 
 def test_compose_rotation_is_the_published_u_h_p() -> None:
     size = 128
-    eigenvalues = torch.arange(1.0, size + 1, dtype=torch.float64)
-    rotation = compose_rotation(torch.diag(eigenvalues))
+    moment = torch.arange(1.0, size + 1, dtype=torch.float64).diag()
     beta = [int(f"{i:07b}"[::-1], 2) for i in range(size)]
     permutation = [size - 1 - b for b in beta]
     assert [permutation[j] for j in (0, 1, 64)] == [127, 63, 126]
-    expected = (scipy.linalg.hadamard(size) / size**0.5)[
-        :, permutation
-    ]  # U is the identity, up to signs of its columns
-    signs = torch.sign(rotation[:, :1] * torch.as_tensor(expected[:, :1]))
-    assert_close(rotation * signs, expected)
+    eigenvectors = torch.linalg.eigh(moment).eigenvectors
+    assert_close(eigenvectors.abs(), np.eye(size))
+    signs = eigenvectors.diagonal().numpy()[:, None]
+    assert_close(compose_rotation(moment), signs * scipy.linalg.hadamard(size)[:, permutation] / size**0.5)
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])

@@ -9,10 +9,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..quantization import Quantized, code_values, dequantize, from_byte_order, to_byte_order
+
 QUERY_BLOCK = 512
 
-Block = tuple[Tensor, Tensor, Tensor | None]
-"""Keys and values [B, H_kv, n, D], and which query rows see them, [N, n] bool, or None for all."""
+Rows = Tensor | Quantized
+Block = tuple[Rows, Rows, Tensor | None]
+"""Keys and values [B, H_kv, n, D], plain or packed, and which query rows see them, [N, n] bool, or None for all."""
+
+
+def _products(query: Tensor, keys: Rows) -> Tensor:
+    """`query keys'`, [B, H_kv, N, D] with [B, H_kv, n, D]; of packed keys only the codes are multiplied:
+
+    `q (scale code + min)' = scale (q code') + min sum(q)`.
+    """
+    if isinstance(keys, Tensor):
+        return query @ keys.float().mT
+    if keys.affine.shape[-2] > 1:
+        return query @ dequantize(keys).mT
+    scale, minimum = keys.affine.float().squeeze(-2).mT.split(1, dim=-2)  # [B, H_kv, 1, n]
+    products = to_byte_order(query) @ code_values(keys.codes).mT
+    return torch.addcmul(products.mul_(scale), query.sum(-1, keepdim=True), minimum)
+
+
+def _combine(weights: Tensor, values: Rows) -> Tensor:
+    """`weights values`, [B, H_kv, N, n] with [B, H_kv, n, D]: `sum_n (p scale) code + sum_n p min`."""
+    if isinstance(values, Tensor):
+        return weights @ values.float()
+    if values.affine.shape[-2] > 1:
+        return weights @ dequantize(values)
+    scale, minimum = values.affine.float().squeeze(-2).split(1, dim=-1)  # [B, H_kv, n, 1]
+    combined = (weights * scale.mT) @ code_values(values.codes)
+    return from_byte_order(combined) + weights @ minimum
 
 
 def attend_blocks(
@@ -40,7 +68,7 @@ def attend_blocks(
     total = torch.zeros_like(peak) if sink_logits is None else torch.ones_like(peak)
     output = torch.zeros_like(query)
     for keys, values, visible in blocks:
-        logits = query @ keys.float().mT  # [B, H_kv, N, n]
+        logits = _products(query, keys)  # [B, H_kv, N, n]
         if offset is not None:
             logits += offset.unsqueeze(-1)
         if softcap is not None:
@@ -52,7 +80,7 @@ def attend_blocks(
         weights = logits.sub_(base).exp_()
         shrink = (peak - base).exp_()
         total = total * shrink + weights.sum(-1, keepdim=True)
-        output = torch.addcmul(weights @ values.float(), output, shrink)
+        output = torch.addcmul(_combine(weights, values), output, shrink)
         peak = new_peak
     return output / total.masked_fill(total == 0, 1.0)
 
