@@ -104,15 +104,15 @@ class Fact(NamedTuple):
 
 FACTS = [
     Fact("Lisbon", "7482916"),
-    Fact("Nairobi", "3530829"),
-    Fact("Toronto", "7624039"),
-    Fact("Oslo", "1810111"),
-    Fact("Kyoto", "2215279"),
-    Fact("Lima", "9990608"),
-    Fact("Cairo", "2579240"),
-    Fact("Dublin", "7135241"),
-    Fact("Jakarta", "1973060"),
-    Fact("Prague", "9513358"),
+    Fact("Nairobi", "1597483"),
+    Fact("Toronto", "9876431"),
+    Fact("Oslo", "7539284"),
+    Fact("Kyoto", "6815209"),
+    Fact("Lima", "4725698"),
+    Fact("Cairo", "9876034"),
+    Fact("Dublin", "6849375"),
+    Fact("Jakarta", "8904157"),
+    Fact("Prague", "8163975"),
 ]
 
 

@@ -107,6 +107,18 @@ AttentionMaskInterface.register("oscar", oscar_mask)
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; every module then has the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
 def observe(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     """Call `observer` after each attention of the model's decoder, which runs under "oscar" attention meanwhile."""
     modules = [module for module in model.modules() if hasattr(module, "layer_idx")]

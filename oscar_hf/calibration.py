@@ -12,8 +12,9 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ._compat import architecture, cache_layers, text_config
-from .attention import observe
+from .attention import evaluating, observe
 from .config import OscarConfig, Recipe, get_recipe
+from .loading import display_name
 from .rotation import LayerRotation, RotationSet, balanced_transform, compose_rotation, hadamard
 
 
@@ -85,7 +86,7 @@ def fit_layer(statistics: LayerStatistics, recipe: Recipe) -> LayerRotation:
     size = statistics.key_sum.shape[-1]
 
     def shared(moment: Tensor) -> Tensor:
-        return moment if recipe.per_head else moment.mean(0)
+        return (moment if recipe.per_head else moment.mean(0)).cpu()
 
     queries = shared(statistics.query_moment)
     if recipe.k_transform == "balanced":
@@ -140,20 +141,16 @@ def collect_statistics(
         if index in full:
             layers[index].add_scored(key, value, layers[index].query_moment)
 
-    was_training = model.training
-    model.eval()
     decoder = model.base_model  # the head's logits are not needed
     passes = [gather, score] if scored_values else [gather]
     total = sum(len(ids) for ids in sequences) * len(passes)
-    try:
-        with tqdm(total=total, desc="Calibrating", unit=" tokens", unit_scale=True, disable=not progress) as bar:
-            for observer in passes:
-                with observe(model, observer):
-                    for ids in sequences:
-                        decoder(input_ids=ids[None].to(model.device), use_cache=False)
-                        bar.update(len(ids))
-    finally:
-        model.train(was_training)
+    bar = tqdm(total=total, desc="Calibrating", unit=" tokens", unit_scale=True, disable=not progress)
+    with evaluating(model), bar:
+        for observer in passes:
+            with observe(model, observer):
+                for ids in sequences:
+                    decoder(input_ids=ids[None].to(model.device), use_cache=False)
+                    bar.update(len(ids))
     return layers
 
 
@@ -194,6 +191,8 @@ def calibrate(
         raise ValueError("Change settings of a recipe given by name, or give a Recipe; not both.")
     if getattr(model, "_oscar_patch", None) is not None or getattr(model.config, "oscar", None) is not None:
         raise ValueError("This model's projections are rotated already; calibrate the original model.")
+    if sequence_length < 1:
+        raise ValueError(f"sequence_length={sequence_length} must be a positive number of tokens.")
     config = text_config(model)
     limit = min(sequence_length, getattr(config, "max_position_embeddings", sequence_length))
     sequences = list(_sequences(data, tokenizer, tokens, limit))
@@ -211,7 +210,7 @@ def calibrate(
         OscarConfig(recipe.name, k_clip=recipe.k_clip, v_clip=recipe.v_clip, scale_rule=recipe.scale_rule),
         architecture(config),
         {
-            "model": model.name_or_path or config.model_type,
+            "model": display_name(model.name_or_path) or config.model_type,
             "revision": getattr(model.config, "_commit_hash", None),
             "dtype": str(model.dtype).removeprefix("torch."),
             "corpus": corpus or "unnamed",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,10 +16,9 @@ from typer.core import TyperGroup
 from . import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from rich.status import Status
-    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from transformers.cache_utils import Cache
 
@@ -36,10 +34,8 @@ class Commands(TyperGroup):
         except (typer.Exit, typer.Abort):  # both are RuntimeErrors
             raise
         except (ValueError, OSError, RuntimeError, ImportError) as error:
-            message = " ".join(str(error).split()) or type(error).__name__
-            Console(stderr=True, style="bold red", highlight=False).print(
-                f"Error: {message}", markup=False, soft_wrap=True
-            )
+            message = f"Error: {' '.join(str(error).split()) or type(error).__name__}"
+            Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(1) from None
 
 
@@ -64,6 +60,7 @@ Dtype = Annotated[str, typer.Option(help="torch dtype of the model; auto: its ch
 DeviceMap = Annotated[
     str | None, typer.Option(help="cpu, cuda:1, auto, ...", show_default="the first GPU, else the CPU")
 ]
+OWN = "the rotations'"
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 
@@ -193,15 +190,9 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat/--no-chat", help="Put the prompt in the tokenizer's chat template, if it has one.")
     ] = True,
-    sink_tokens: Annotated[
-        int | None, typer.Option(help="First tokens kept exactly.", show_default="the rotations'")
-    ] = None,
-    recent_tokens: Annotated[
-        int | None, typer.Option(help="Newest tokens kept exactly.", show_default="the rotations'")
-    ] = None,
-    bits: Annotated[
-        int | None, typer.Option(help="2, or 16 to store the history exactly.", show_default="the rotations'")
-    ] = None,
+    sink_tokens: Annotated[int | None, typer.Option(help="First tokens kept exactly.", show_default=OWN)] = None,
+    recent_tokens: Annotated[int | None, typer.Option(help="Newest tokens kept exactly.", show_default=OWN)] = None,
+    bits: Annotated[int | None, typer.Option(help="2, or 16 to keep the history exactly.", show_default=OWN)] = None,
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,
     as_json: Json = False,
@@ -217,6 +208,7 @@ def generate(
     from transformers import DynamicCache
 
     from .cache import OscarQuantizedCache
+    from .generation import comparison, timed_generate
     from .zoo import find_rotations
 
     if (prompt is None) == (file is None):
@@ -242,16 +234,16 @@ def generate(
             runs["unquantised"] = timed_generate(loaded, tokenizer, inputs, cache, max_new_tokens, status)
     with _status(f"Patching {model}"):
         _patch(loaded, model, found)
-    settings = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens, "bits": bits}
+    changes = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens, "bits": bits}
     config = OscarQuantizedCache(loaded).config
-    config = config.replace(**{key: value for key, value in settings.items() if value is not None})
+    config = config.replace(**{key: value for key, value in changes.items() if value is not None})
     cache = OscarQuantizedCache(loaded, config=config)
     with _status("Generating, OSCAR") as status:
         runs["OSCAR"] = timed_generate(loaded, tokenizer, inputs, cache, max_new_tokens, status)
 
     if as_json:
-        settings = {"model": model, "prompt_tokens": inputs["input_ids"].shape[1], "config": config.to_dict()}
-        _print_json({**settings, "runs": {label: asdict(run) for label, run in runs.items()}})
+        facts = {"model": model, "prompt_tokens": inputs["input_ids"].shape[1], "config": config.to_dict()}
+        _print_json({**facts, "runs": {label: asdict(run) for label, run in runs.items()}})
         return
     if not compare:
         typer.echo(runs["OSCAR"].text)
@@ -274,116 +266,137 @@ def inspect(
     _report({"path": path, **_describe_path(path)}, as_json)
 
 
-# Generating and measuring
+# Describing
 
 
-@dataclass
-class Run:
-    """One generation and what it took.
+def describe(rotations: RotationSet) -> dict[str, Any]:
+    """What a rotation set holds and how sound it is, as JSON-ready values."""
+    import torch
 
-    Args:
-        text: the new tokens, decoded.
-        new_tokens: how many.
-        prefill_seconds: until the first new token.
-        tokens_per_second: of the new tokens after the first; None if there is only one.
-        cache_bytes: all that the cache holds in the end.
-        bits_per_element: of all keys and values in the cache, windows and slack included.
-        history_bits_per_element: of those that are quantised; None without quantisation.
-    """
-
-    text: str
-    new_tokens: int
-    prefill_seconds: float
-    tokens_per_second: float | None
-    cache_bytes: int
-    bits_per_element: float
-    history_bits_per_element: float | None
-
-
-class Clock:
-    """A streamer for `generate` that notes when each new token came."""
-
-    def __init__(self, tell: Callable[[int], None] | None = None):
-        self.start, self.times, self.tell = perf_counter(), [], tell  # type: tuple[float, list[float], Any]
-        self.prompt_is_next = True
-
-    def put(self, tokens: Tensor) -> None:
-        if not self.prompt_is_next:
-            self.times.append(perf_counter())
-            if self.tell:
-                self.tell(len(self.times))
-        self.prompt_is_next = False
-
-    def end(self) -> None:
-        pass
+    eye = torch.eye(next(iter(rotations.layers.values())).head_dim, dtype=torch.float64)
+    shapes: dict[str, list[list[int]]] = {}
+    k_error = v_error = condition = 0.0
+    for layer in rotations.layers.values():
+        for name, tensor in layer.tensors().items():
+            if list(tensor.shape) not in shapes.setdefault(name, []):
+                shapes[name].append(list(tensor.shape))
+        k, v = layer.k_rotation.double(), layer.v_rotation.double()
+        q = k if layer.q_rotation is None else layer.q_rotation.double()
+        k_error = max(k_error, (k @ q.mT - eye).abs().max().item())
+        v_error = max(v_error, (v @ v.mT - eye).abs().max().item())
+        condition = max(condition, torch.linalg.cond(k).max().item())
+    return {
+        "recipe": rotations.config.recipe,
+        "layers": sorted(rotations.layers),
+        "shapes": shapes,
+        "k_inverse_error": k_error,
+        "v_orthogonality_error": v_error,
+        "k_condition": condition,
+        "bits_per_element": rotations.config.bits_per_element(eye.shape[0]),
+        "digest": rotations.digest(),
+        "architecture": rotations.architecture,
+        "provenance": rotations.provenance,
+        "config": rotations.config.to_dict(),
+    }
 
 
-def timed_generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    inputs: Mapping[str, Tensor],
-    cache: Cache,
-    max_new_tokens: int,
-    status: Status | None = None,
-) -> Run:
-    """Greedy generation into a cache, timed and measured.
+def _describe_path(path: str) -> dict[str, Any]:
+    """`describe` of a rotation folder, a zoo entry, or a patched checkpoint with what its config.json says."""
+    from .patch import ROTATIONS_FOLDER
+    from .rotation import RotationSet
+    from .zoo import find_rotations
 
-    Args:
-        model: patched if the cache is an OscarQuantizedCache.
-        tokenizer: decodes what is new.
-        inputs: input_ids [1, T] and attention_mask, on the model's device; the whole prompt if the cache holds some.
-        cache: filled by this.
-        max_new_tokens: upper limit.
-        status: told how many tokens there are.
-    """
-    from ._compat import cache_argument
-
-    label = str(status.status) if status else ""
-    clock = Clock((lambda count: status.update(f"{label}: {count} tokens")) if status else None)
-    settings = {cache_argument(model): cache, "streamer": clock, "do_sample": False, "num_beams": 1}
-    ids = model.generate(**inputs, **settings, max_new_tokens=max_new_tokens)[0, inputs["input_ids"].shape[1] :]
-    decoding = clock.times[-1] - clock.times[0]
-    return Run(
-        tokenizer.decode(ids, skip_special_tokens=True),
-        len(ids),
-        clock.times[0] - clock.start,
-        (len(ids) - 1) / decoding if decoding else None,
-        *cache_size(cache),
-    )
+    beside = Path(path) / ROTATIONS_FOLDER
+    if not beside.is_dir():
+        return describe(find_rotations(path))
+    facts = describe(RotationSet.from_pretrained(beside))
+    oscar = json.loads((Path(path) / "config.json").read_text(encoding="utf-8")).get("oscar") or {}
+    if oscar.get("digest") != facts["digest"]:
+        raise ValueError(
+            f"{path}: config.json names rotations {oscar.get('digest')!r}, but those in {beside} are "
+            f"{facts['digest']!r}; write the checkpoint again with `oscar-hf patch`."
+        )
+    return {"absorbed_layers": oscar.get("absorbed"), **facts}
 
 
-def cache_size(cache: Cache) -> tuple[int, float, float | None]:
-    """Bytes of a cache, bits per element of its keys and values, and of those in a quantised history."""
-    from .cache import OscarQuantizedCache
-    from .memory import _tensors
+def _report(facts: dict[str, Any], as_json: bool) -> None:
+    """A table of facts, one a row, or JSON."""
+    if as_json:
+        _print_json(facts)
+        return
+    table = Table(show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), _show(name, value))
+    Console(highlight=False).print(table, markup=False)
 
-    if isinstance(cache, OscarQuantizedCache):
-        memory = cache.memory()
-        return memory.total, memory.bits, memory.history_bits or None
-    storages = {t.untyped_storage() for layer in cache.layers for t in _tensors(vars(layer))}
-    states = [t for layer in cache.layers for t in (layer.keys, layer.values)]
-    bits = 8 * sum(t.untyped_storage().nbytes() for t in states) / sum(t.numel() for t in states)
-    return sum(storage.nbytes() for storage in storages), bits, None
+
+def _show(name: str, value: Any) -> str:
+    if name.endswith("layers"):
+        return _ranges(value)
+    if isinstance(value, dict):
+        return "\n".join(f"{key}: {item}" for key, item in value.items() if item is not None)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def comparison(runs: Mapping[str, Run], with_text: bool = True) -> Table:
-    """Runs side by side."""
-    table = Table(show_lines=with_text)
-    table.add_column()
-    for label in runs:
-        table.add_column(label, justify="left" if with_text else "right", overflow="fold")
-    rows: list[tuple[str, Callable[[Run], str]]] = [
-        ("prefill", lambda run: f"{run.prefill_seconds:.2f} s"),
-        ("decode", lambda run: f"{run.tokens_per_second:.1f} tokens/s" if run.tokens_per_second else "-"),
-        ("cache", lambda run: f"{run.cache_bytes:,} bytes"),
-        ("bits per element", lambda run: f"{run.bits_per_element:.2f}"),
-        (
-            "of the history",
-            lambda run: f"{run.history_bits_per_element:.2f}" if run.history_bits_per_element else "-",
-        ),
-    ]
-    if with_text:
-        rows.insert(0, ("text", lambda run: run.text.strip()))
-    for label, show in rows:
-        table.add_row(label, *(show(run) for run in runs.values()))
-    return table
+def _ranges(numbers: Sequence[int]) -> str:
+    """`[0, 1, 2, 5]` as "0-2, 5 (4)"."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"{listed} ({len(numbers)})" if numbers else "none"
+
+
+def _print_json(facts: dict[str, Any]) -> None:
+    typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+
+
+# Loading and patching
+
+
+def _load(
+    name: str, dtype: str, device_map: str | None, as_json: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer, with a spinner; a download shows its own progress bars."""
+    from transformers.utils import logging
+
+    from .loading import load_model
+
+    logging.set_verbosity_error()
+    if as_json or Path(name).exists():
+        logging.disable_progress_bar()
+    try:
+        with _status(f"Loading {name}"):
+            return load_model(name, dtype=dtype, device_map=device_map)
+    except OSError as error:
+        raise error if name in str(error) else OSError(f"{name} could not be loaded: {error}") from error
+
+
+def _patch(model: PreTrainedModel, name: str, rotations: RotationSet | None) -> None:
+    """Patch for good, with the rotations given, those saved with the model, or the zoo's."""
+    from .loading import display_name
+    from .patch import patch_model
+
+    saved = getattr(model.config, "oscar", None) is not None
+    patch_model(model, rotations if rotations or saved else display_name(name), reversible=False)
+
+
+def _status(text: str) -> Status:
+    """A spinner on stderr, if that is a terminal."""
+    return Console(stderr=True).status(text)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """ "alpha=0.75" as a name and a value: number, true, false or text."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--set {text}: write NAME=VALUE, such as alpha=0.75.")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value

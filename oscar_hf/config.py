@@ -57,6 +57,9 @@ class Recipe:
         _one_of("v_transform", self.v_transform, ("identity", "hadamard", "eigen"))
         _one_of("value_target", self.value_target, ("score", "output"))
         _one_of("scale_rule", self.scale_rule, ("minmax", "inner_product"))
+        for name in ("per_head", "key_mean"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
         _within("alpha", self.alpha, 0.0, 2.0)
         _within("ridge", self.ridge, 0.0, 1e6)
         _within("k_clip", self.k_clip, 0.01, 1.0)
@@ -108,7 +111,7 @@ class OscarConfig:
     """How a cache stores keys and values. Immutable; round-trips through `to_dict` and `from_dict`.
 
     Args:
-        recipe: name of the recipe whose defaults fill the settings left at None.
+        recipe: name of the recipe whose defaults fill the settings left at None; any name if none is.
         sink_tokens: first tokens of each row kept in the model's dtype.
         recent_tokens: newest tokens of each row kept in the model's dtype (transformers says "residual").
         k_clip: clip keys at this percentile of a row's |x|; 1 does not clip. None: the recipe's.
@@ -117,7 +120,7 @@ class OscarConfig:
             shrink inner products. None: the recipe's.
         group_size: channels that share one scale and min; must divide head_dim. None: head_dim.
         bits: 2, or 16 to store the rotated history in the model's dtype (for checks).
-        scale_dtype: `"float16"` (saturates at 65504) or `"bfloat16"` (the range of float32, 8 bits of precision).
+        scale_dtype: `"float16"` (saturates at 65504) or `"bfloat16"` (at 7e16, with 8 bits of precision).
         exact_chunks: tokens of one forward see each other exactly (default). False: each query sees only its own
             recent window exactly, as when decoding token by token; slower, for measuring.
 
@@ -137,10 +140,11 @@ class OscarConfig:
     exact_chunks: bool = True
 
     def __post_init__(self) -> None:
-        recipe = get_recipe(self.recipe)
+        if not isinstance(self.recipe, str):
+            raise ValueError(f"recipe={self.recipe!r} must be the name of a recipe.")
         for name in ("k_clip", "v_clip", "scale_rule"):
             if getattr(self, name) is None:
-                object.__setattr__(self, name, getattr(recipe, name))
+                object.__setattr__(self, name, getattr(get_recipe(self.recipe), name))
         for name in ("sink_tokens", "recent_tokens"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:

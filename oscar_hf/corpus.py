@@ -30,7 +30,16 @@ def read_corpus(name: str = DEFAULT_CORPUS) -> Iterator[str]:
     if path.suffix in (".txt", ".jsonl"):
         if not path.is_file():
             raise FileNotFoundError(f"Corpus {name} is not there.")
-        yield from [path.read_text(encoding="utf-8")] if path.suffix == ".txt" else _json_lines(path)
+        try:
+            texts = [path.read_text(encoding="utf-8")] if path.suffix == ".txt" else _json_lines(path)
+            found = False
+            for text in texts:
+                found |= bool(text.strip())
+                yield text
+        except UnicodeDecodeError as error:
+            raise ValueError(f"Corpus {name} is not text in UTF-8 ({error}).") from error
+        if not found:
+            raise ValueError(f"Corpus {name} holds no text.")
         return
     if path.exists():
         raise ValueError(f"Corpus {name}: a file must end in .txt or .jsonl.")
@@ -43,9 +52,11 @@ def _json_lines(path: Path) -> Iterator[str]:
             if line.strip():
                 try:
                     text = json.loads(line)["text"]
-                except (json.JSONDecodeError, KeyError, TypeError) as error:
-                    raise ValueError(f'{path}, line {number}: no JSON object with a "text".') from error
-                yield str(text)
+                except (json.JSONDecodeError, KeyError, TypeError):
+                    text = None
+                if not isinstance(text, str):
+                    raise ValueError(f'{path}, line {number}: no JSON object with a "text".')
+                yield text
 
 
 def _dataset(name: str) -> Iterator[str]:

@@ -37,10 +37,21 @@ def load_model(
         raise ValueError(f"dtype={dtype!r} is no torch dtype; try float32, bfloat16 or float16.")
     tokenizer = AutoTokenizer.from_pretrained(source, **file)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=device_map, **file, **kwargs)
+    if file:
+        _forget_gguf(model)
     return model.eval(), tokenizer
+
+
+def _forget_gguf(model: PreTrainedModel) -> None:
+    """Take off transformers' mark of a GGUF file, with which a model is not saved, unless weights are still packed."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and all(tensor.is_floating_point() for tensor in model.state_dict().values()):
+        quantizer.remove_quantization_config(model)
 
 
 def display_name(name: str) -> str:
     """A model's name without the folders of this machine: the Hub id, or the last part of a local path."""
     path = Path(name)
-    return path.stem if path.suffix == ".gguf" else path.resolve().name if path.exists() else name
+    if path.suffix == ".gguf":
+        return path.stem
+    return path.resolve().name if path.is_absolute() or path.exists() else name

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ._compat import architecture, cache_argument, cache_layers, set_attention, text_config
-from .attention import observe
+from .attention import evaluating, observe
 from .cache import OscarQuantizedCache, attach
 from .config import OscarConfig
 from .rotation import RotationSet
@@ -100,45 +100,42 @@ def patch_model(
     config.groups(architecture(model_config)["head_dim"])
     on_disk = _absorbed_on_disk(saved, digest)
 
-    was_training = model.training
-    model.eval()
     try:
-        tokens = torch.arange(1, PROBE_TOKENS + 1, device=model.device) % model_config.vocab_size
-        expected = _steps(model, tokens, DynamicCache(config=model_config)) if check else None
-        seen = _probe(model, tokens)
-        if set(seen) != full:
-            odd = sorted(set(seen) ^ full)
-            raise ValueError(f"{type(model).__name__} does not run layers {odd} through transformers' attention.")
-        absorbed = on_disk
-        if absorbed is None:
-            absorbed = [index for index in sorted(full) if absorb and seen[index].absorbable]
-        patch = Patch(
-            rotations,
-            digest,
-            config,
-            {index: Transform(layer, index in absorbed) for index, layer in rotations.layers.items()},
-            absorbed,
-            set_attention(model, "oscar"),
-            rotated_on_disk=on_disk is not None,
-        )
-        model._oscar_patch = patch
-        if on_disk is None:
-            for index in absorbed:
-                _rotate(
-                    seen[index].module,
-                    rotations.layers[index].v_rotation,
-                    patch.saved if reversible else None,
-                )
-            model.config.oscar = {"digest": digest, "absorbed": absorbed}
-        patch.detach = attach(model, (lambda: OscarQuantizedCache(model)) if default_cache else lambda: None)
-        if expected is not None:
-            _check(model, tokens, expected)
+        with evaluating(model):
+            tokens = torch.arange(1, PROBE_TOKENS + 1, device=model.device) % model_config.vocab_size
+            expected = _steps(model, tokens, DynamicCache(config=model_config)) if check else None
+            seen = _probe(model, tokens)
+            if set(seen) != full:
+                odd = sorted(set(seen) ^ full)
+                raise ValueError(f"{type(model).__name__} does not run layers {odd} through transformers' attention.")
+            absorbed = on_disk
+            if absorbed is None:
+                absorbed = [index for index in sorted(full) if absorb and seen[index].absorbable]
+            patch = Patch(
+                rotations,
+                digest,
+                config,
+                {index: Transform(layer, index in absorbed) for index, layer in rotations.layers.items()},
+                absorbed,
+                set_attention(model, "oscar"),
+                rotated_on_disk=on_disk is not None,
+            )
+            model._oscar_patch = patch
+            if on_disk is None:
+                for index in absorbed:
+                    _rotate(
+                        seen[index].module,
+                        rotations.layers[index].v_rotation,
+                        patch.saved if reversible else None,
+                    )
+                model.config.oscar = {"digest": digest, "absorbed": absorbed}
+            patch.detach = attach(model, (lambda: OscarQuantizedCache(model)) if default_cache else lambda: None)
+            if expected is not None:
+                _check(model, tokens, expected)
     except BaseException:
         if getattr(model, "_oscar_patch", None) is not None:
             unpatch_model(model)
         raise
-    finally:
-        model.train(was_training)
     return model
 
 

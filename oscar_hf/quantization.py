@@ -14,6 +14,7 @@ from torch import Tensor
 
 FORMAT_VERSION = 1
 MAX_STRETCH = 2.0
+SATURATION = {torch.float16: 65504.0, torch.bfloat16: 2.0**56}  # squares of a row must not overflow float32
 
 
 class Quantized(NamedTuple):
@@ -44,13 +45,13 @@ def quantize(
         group_size: channels per scale and min (default D).
         scale_rule: `"minmax"`: levels span the clipped group. `"inner_product"`: once the codes are chosen, levels
             are stretched about the mean so that `<x - mean, x^ - mean^>` equals `|x - mean|^2`.
-        scale_dtype: dtype of scale and min. Rows saturate at its largest value; none becomes infinite.
+        scale_dtype: dtype of scale and min. Rows saturate at `SATURATION`; none becomes infinite.
 
     Returns:
         Quantized: codes [..., D/4] and affine [..., D / group_size, 2].
     """
     head_dim = x.shape[-1]
-    limit = torch.finfo(scale_dtype).max
+    limit = SATURATION[scale_dtype]
     x = x.float().clamp(-limit, limit)
     clipped = x
     if clip < 1:
@@ -67,8 +68,8 @@ def quantize(
         mean = x.mean(-1, keepdim=True)
         centred = x - mean
         overlap = (centred * (codes * scale + minimum - level_mean)).sum(-1, keepdim=True)
-        stretch = (centred.square().sum(-1, keepdim=True) / overlap).nan_to_num_(1.0, posinf=1.0)
-        stretch = stretch.clamp_(1 / MAX_STRETCH, MAX_STRETCH)
+        stretch = centred.square().sum(-1, keepdim=True) / overlap
+        stretch = torch.where(overlap > 0, stretch.clamp(1 / MAX_STRETCH, MAX_STRETCH), 1.0)
         minimum = (minimum - level_mean) * stretch + mean
         scale = scale * stretch
     affine = torch.cat([scale, minimum], dim=-1).clamp_(-limit, limit).to(scale_dtype)  # [..., G, 2]
@@ -111,4 +112,5 @@ def dequantize(rows: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     groups = rows.affine.shape[-2]
     scale, minimum = rows.affine.float().split(1, dim=-1)  # [..., G, 1]
     values = unpack(rows.codes).float().unflatten(-1, (groups, -1))
-    return values.mul_(scale).add_(minimum).flatten(-2).to(dtype)
+    limit = torch.finfo(dtype).max
+    return values.mul_(scale).add_(minimum).flatten(-2).clamp_(-limit, limit).to(dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,16 +47,16 @@ def hadamard(size: int) -> Tensor:
 
 
 def bit_reversal(size: int) -> Tensor:
-    """Index permutation [size]: position `i` with its bits in reverse order.
+    """Index permutation [size]: entry `i` is `i` with its bits in reverse order.
 
-    Where `size` is m times a power of two, the block number is the leading digit and becomes the last, so that
-    neighbouring positions come from different Hadamard blocks.
+    Where `size` is m times a power of two, entries `m r`, `m r + 1`, ... are the bit-reversed r of Hadamard blocks
+    0, 1, ..., so that neighbours come from different blocks.
     """
     block = _power_of_two(size)
     reversed_bits = torch.zeros(block, dtype=torch.long)
     for bit in range(block.bit_length() - 1):
         reversed_bits = reversed_bits << 1 | torch.arange(block) >> bit & 1
-    return (torch.arange(size // block)[:, None] + reversed_bits * (size // block)).flatten()
+    return (reversed_bits[:, None] + torch.arange(size // block) * block).flatten()
 
 
 def compose_rotation(covariance: Tensor) -> Tensor:
@@ -94,7 +95,7 @@ def balanced_transform(keys: Tensor, queries: Tensor, alpha: float, ridge: float
         size = covariance.shape[-1]
         trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
         identity = torch.eye(size, dtype=covariance.dtype)
-        return covariance * (size / trace.clamp_min(torch.finfo(covariance.dtype).tiny)) + ridge * identity
+        return covariance * torch.where(trace > 0, size / trace, 0.0) + ridge * identity
 
     mean = geometric_mean(torch.linalg.inv(regularized(keys.double())), regularized(queries.double()))
     return matrix_power(mean, alpha / 2) @ hadamard(keys.shape[-1])
@@ -126,6 +127,9 @@ class LayerRotation:
 
     def validate(self, layer: int, num_kv_heads: int | None = None) -> None:
         """Raise ValueError unless shapes agree, all is finite and the transforms undo each other."""
+        for name, tensor in self.tensors().items():
+            if tensor.dim() not in ((2,) if name == "k_mean" else (2, 3)) or not tensor.numel():
+                raise ValueError(f"Layer {layer}: {name} has shape {list(tensor.shape)}, which is no transform's.")
         size = self.head_dim
         heads = {num_kv_heads} if num_kv_heads else {t.shape[0] for t in self.tensors().values() if t.dim() == 3}
         if self.k_mean is not None and not num_kv_heads:
@@ -222,6 +226,13 @@ class RotationSet:
     def save_pretrained(self, save_directory: str | os.PathLike) -> None:
         """Write `oscar_rotations.safetensors` and `oscar_config.json`."""
         self.validate()
+        settings = {
+            "version": FILE_VERSION,
+            "config": self.config.to_dict(),
+            "architecture": self.architecture,
+            "provenance": self.provenance,
+        }
+        text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {
@@ -230,13 +241,7 @@ class RotationSet:
             for name, tensor in layer.tensors().items()
         }
         save_file(tensors, directory / WEIGHTS_NAME, metadata={"format": "pt", "oscar_version": str(FILE_VERSION)})
-        settings = {
-            "version": FILE_VERSION,
-            "config": self.config.to_dict(),
-            "architecture": self.architecture,
-            "provenance": self.provenance,
-        }
-        (directory / CONFIG_NAME).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike) -> RotationSet:
@@ -246,31 +251,23 @@ class RotationSet:
             FileNotFoundError: one of the two files is not there.
             ValueError: a file is cut, malformed, of another version, or its matrices are not what they should be.
         """
-        directory = Path(directory)
-        settings = _read_settings(directory / CONFIG_NAME)
-        layers: dict[int, dict[str, Tensor]] = {}
-        path = directory / WEIGHTS_NAME
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is not there; a RotationSet is {CONFIG_NAME} and {WEIGHTS_NAME}.")
+        path, weights = Path(directory) / CONFIG_NAME, Path(directory) / WEIGHTS_NAME
+        for file in (path, weights):
+            if not file.is_file():
+                raise FileNotFoundError(f"{file} is not there; a RotationSet is {CONFIG_NAME} and {WEIGHTS_NAME}.")
         try:
-            with safe_open(path, "pt") as file:
-                for key in file.keys():  # noqa: SIM118 (not a mapping)
-                    prefix, index, name = [*key.split("."), "", ""][:3]
-                    if prefix != "layers" or not index.isdecimal() or name not in LayerRotation.__annotations__:
-                        raise ValueError(f"{path}: unexpected tensor {key!r}; is this a RotationSet?")
-                    layers.setdefault(int(index), {})[name] = file.get_tensor(key).float()
+            settings = _read_settings(path)
+            config = OscarConfig.from_dict(settings["config"])
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}: {error}") from error
+        try:
+            layers = _read_layers(weights)
+            rotations = cls(layers, config, settings["architecture"], settings["provenance"])
+            rotations.validate()
         except SafetensorError as error:
-            raise ValueError(f"{path} is damaged or cut short ({error}); fetch or calibrate it again.") from error
-        for index, tensors in layers.items():
-            if not {"k_rotation", "v_rotation"} <= set(tensors):
-                raise ValueError(f"{path}: layer {index} lacks k_rotation or v_rotation.")
-        rotations = cls(
-            {index: LayerRotation(**tensors) for index, tensors in sorted(layers.items())},
-            OscarConfig.from_dict(settings["config"]),
-            settings["architecture"],
-            settings["provenance"],
-        )
-        rotations.validate()
+            raise ValueError(f"{weights} is damaged or cut short ({error}); fetch or calibrate it again.") from error
+        except ValueError as error:
+            raise ValueError(f"{weights}: {error}") from error
         return rotations
 
     @classmethod
@@ -289,18 +286,35 @@ class RotationSet:
 
 def _read_settings(path: Path) -> dict[str, Any]:
     """The JSON half of a RotationSet, checked for version and structure."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; a RotationSet is {CONFIG_NAME} and {WEIGHTS_NAME}.")
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, allowed {MAX_CONFIG_BYTES}: not a RotationSet's.")
+    size = path.stat().st_size
+    if size > MAX_CONFIG_BYTES:
+        raise ValueError(f"{size} bytes, allowed {MAX_CONFIG_BYTES}: not a RotationSet's.")
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}).") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"this is not JSON ({error}).") from error
     if not isinstance(settings, dict) or settings.get("version") != FILE_VERSION:
         version = settings.get("version") if isinstance(settings, dict) else None
-        raise ValueError(f"{path}: format version {version!r}, this oscar-hf reads {FILE_VERSION}; update it?")
+        raise ValueError(f"format version {version!r}, this oscar-hf reads {FILE_VERSION}; update it?")
     for key in ("config", "architecture", "provenance"):
         if not isinstance(settings.get(key), dict):
-            raise ValueError(f"{path}: {key!r} is missing or no object.")
+            raise ValueError(f"{key!r} is missing or no object.")
     return settings
+
+
+def _read_layers(path: Path) -> dict[int, LayerRotation]:
+    """The safetensors half."""
+    layers: dict[int, dict[str, Tensor]] = {}
+    with safe_open(path, "pt") as file:
+        for key in file.keys():  # noqa: SIM118 (not a mapping)
+            match = re.fullmatch(rf"layers\.(0|[1-9]\d{{0,5}})\.({'|'.join(LayerRotation.__annotations__)})", key)
+            if match is None:
+                raise ValueError(f"unexpected tensor {key!r}; is this a RotationSet?")
+            tensor = file.get_tensor(key)
+            if not tensor.is_floating_point():
+                raise ValueError(f"{key} holds {tensor.dtype}, no floating-point numbers.")
+            layers.setdefault(int(match[1]), {})[match[2]] = tensor.float()
+    for index, tensors in layers.items():
+        if not {"k_rotation", "v_rotation"} <= set(tensors):
+            raise ValueError(f"layer {index} lacks k_rotation or v_rotation.")
+    return {index: LayerRotation(**tensors) for index, tensors in sorted(layers.items())}

@@ -37,7 +37,9 @@ def find_rotations(name: str | os.PathLike) -> RotationSet:
     for entry, facts in index.items():
         if wanted in {entry.lower(), *(model.lower() for model in facts["models"])}:
             return RotationSet.from_pretrained(zoo_folder() / facts["folder"])
-    near = get_close_matches(wanted.rsplit("/", 1)[-1], index, n=3, cutoff=0.4) or sorted(index)
+    names = {entry.lower(): entry for entry in index}
+    near = [names[name] for name in get_close_matches(wanted.rsplit("/", 1)[-1], names, n=3, cutoff=0.4)]
+    near = near or sorted(index)
     raise FileNotFoundError(
         f"No rotations for {str(name)!r}: neither a folder with {CONFIG_NAME} nor in the RotationZoo "
         f"(nearest: {', '.join(near) or 'it is empty'}). Make them with `oscar-hf calibrate MODEL --out DIR`."

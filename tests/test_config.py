@@ -209,7 +209,6 @@ def test_bad_recipe_value_is_named_with_its_setting(name: str, value: object) ->
     assert f"{name}={value!r}" in str(error.value)
 
 
-@pytest.mark.xfail(strict=True, reason="Recipe takes any value for per_head and key_mean, and uses its truth")
 @pytest.mark.parametrize("setting", ["per_head", "key_mean"])
 def test_recipe_switches_are_booleans(setting: str) -> None:
     with pytest.raises(ValueError, match=f"{setting}='no'"):

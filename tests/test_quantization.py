@@ -195,7 +195,6 @@ def assert_finite(quantized: Quantized, *dtypes: torch.dtype) -> None:
 
 
 CASES = list(product(SCALE_DTYPES, RULES, [1.0, 0.92]))
-OVERFLOWS = pytest.mark.xfail(strict=True, reason="range, mean and squares of a row overflow float32")
 
 
 @pytest.mark.parametrize(("scale_dtype", "rule", "clip"), CASES)
@@ -207,15 +206,7 @@ def test_large_values_stay_finite(magnitude: float, scale_dtype: torch.dtype, ru
 
 @pytest.mark.parametrize(
     ("magnitude", "scale_dtype", "rule", "clip"),
-    [
-        pytest.param(
-            magnitude,
-            *case,
-            marks=[OVERFLOWS] * (case[:2] == (torch.bfloat16, "inner_product") and magnitude > 1e37),
-        )
-        for magnitude in (1e20, 1e38, 3.4e38, math.inf)
-        for case in CASES
-    ],
+    [(magnitude, *case) for magnitude in (1e20, 1e38, 3.4e38, math.inf) for case in CASES],
 )
 def test_values_at_the_end_of_float32_stay_finite(
     magnitude: float, scale_dtype: torch.dtype, rule: str, clip: float
@@ -230,7 +221,7 @@ def test_values_at_the_end_of_float32_stay_finite(
     [
         *product([1e5, 1e15], SCALE_DTYPES),
         (3.4e38, torch.float16),
-        pytest.param(3.4e38, torch.bfloat16, marks=OVERFLOWS),
+        (3.4e38, torch.bfloat16),
     ],
 )
 def test_saturated_values_keep_their_order(magnitude: float, scale_dtype: torch.dtype) -> None:
@@ -239,7 +230,6 @@ def test_saturated_values_keep_their_order(magnitude: float, scale_dtype: torch.
     assert values[0] < 0 < values[-1]
 
 
-@pytest.mark.xfail(strict=True, reason="levels rounded up beyond 65504 become infinite in float16")
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 def test_largest_float16_rows_dequantise_to_float16(scale_dtype: torch.dtype, rule: str) -> None:
@@ -349,9 +339,9 @@ def test_stretch_is_bounded() -> None:
     lost = torch.randn(64) * 0.01
     lost[0] = 1000.0  # clipped away: what is left cannot carry its energy
     swollen = torch.tensor([1.4, 1.6]).repeat(128)
-    swollen[:2] = torch.tensor([0.0, 3.0])  # levels 0 to 3: the rest goes to 1 and 2, five times as far from the mean
-    for row, stretch in ((lost, 2.0), (swollen, 0.5)):
-        plain, stretched = (quantize(row, clip=0.99, scale_rule=rule).affine[0, 0] for rule in RULES)
+    swollen[:2] = torch.tensor([0.0, 3.0])  # the rest becomes 1 and 2, five times as far apart
+    for row, clip, stretch in ((lost, 0.96, 2.0), (swollen, 1.0, 0.5)):
+        plain, stretched = (quantize(row, clip=clip, scale_rule=rule).affine[0, 0] for rule in RULES)
         assert (stretched / plain).item() == pytest.approx(stretch, rel=2**-9)
 
 

@@ -1,0 +1,73 @@
+"""Write the README's tables from the JSON in eval/results: `python -m eval.tables`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def load(name: str) -> dict[str, Any]:
+    """One result file."""
+    return json.loads((ROOT / "eval/results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def source(results: dict[str, Any]) -> str:
+    """Machine, versions and command, in a line."""
+    machine = results["machine"]
+    where = machine["gpu"] or f"{machine['cpu_cores']} CPU cores"
+    return (
+        f"{where}, torch {machine['torch']}, transformers {machine['transformers']}, {machine['date']}: "
+        f"`{results['command']}`"
+    )
+
+
+def reproduce() -> str:
+    """Quality by recipe at two lengths."""
+    short, long = load("reproduce-2048"), load("reproduce-4096")
+    lines = ["| recipe | KL at 2,048 | perplexity | KL at 4,096 | perplexity |", "|---|---|---|---|---|"]
+    perplexities = (f"{results['unquantised_perplexity']:.2f}" for results in (short, long))
+    lines.append("| unquantised | 0 | {} | 0 | {} |".format(*perplexities))
+    for one, other in zip(short["rows"], long["rows"], strict=True):
+        figures = (f"{row['kl']:.3f} | {row['perplexity']:.2f}" for row in (one, other))
+        lines.append(f"| {one['recipe']} | {' | '.join(figures)} |")
+    return "\n".join([*lines, "", source(short) + " (and `--tokens 4096`)."])
+
+
+def decode() -> str:
+    """Time per token and bytes."""
+    results = load("decode")
+    seconds, memory = results["seconds_per_token"], results["memory"]
+    bits = 32 if results["dtype"] == "float32" else 16
+    return "\n".join(
+        [
+            f"| {results['model']}, {results['context']:,} tokens, {results['dtype']} | ms per token | MB | bits per element |",
+            "|---|---|---|---|",
+            f"| `DynamicCache` | {1e3 * seconds['DynamicCache']:.0f} | {memory['dense'] / 1e6:.1f} | {bits} |",
+            f"| `OscarQuantizedCache` | {1e3 * seconds['OSCAR']:.0f} | {memory['total'] / 1e6:.1f} | {memory['bits']:.2f} "
+            f"(history {memory['history_bits']:.2f}) |",
+            "",
+            source(results) + ".",
+        ]
+    )
+
+
+TABLES = {"reproduce": reproduce, "decode": decode}
+
+
+def render(text: str) -> str:
+    """The README with every table between its markers made anew."""
+    for name, make in TABLES.items():
+        pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        text, count = pattern.subn(lambda match, body=make(): f"{match[1]}{body}\n{match[2]}", text)
+        if count != 1:
+            raise ValueError(f"README.md has {count} places for the table {name!r}, expected one.")
+    return text
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(render(readme.read_text(encoding="utf-8")), encoding="utf-8")
