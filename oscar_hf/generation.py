@@ -8,6 +8,7 @@ from time import perf_counter
 
 from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
@@ -23,7 +24,8 @@ class Run:
 
     Args:
         text: the new tokens, decoded.
-        new_tokens: how many.
+        prompt_tokens: tokens before them.
+        new_tokens: how many they are.
         prefill_seconds: until the first new token.
         tokens_per_second: of the new tokens after the first; None if there is only one.
         cache_bytes: all that the cache holds in the end.
@@ -32,6 +34,7 @@ class Run:
     """
 
     text: str
+    prompt_tokens: int
     new_tokens: int
     prefill_seconds: float
     tokens_per_second: float | None
@@ -81,10 +84,12 @@ def timed_generate(
     label = str(status.status) if status else ""
     clock = Clock((lambda count: status.update(f"{label}: {count} tokens")) if status else None)
     settings = {cache_argument(model): cache, "streamer": clock, "do_sample": False, "num_beams": 1}
-    ids = model.generate(**inputs, **settings, max_new_tokens=max_new_tokens)[0, inputs["input_ids"].shape[1] :]
+    length = inputs["input_ids"].shape[1]
+    ids = model.generate(**inputs, **settings, max_new_tokens=max_new_tokens)[0, length:]
     decoding = clock.times[-1] - clock.times[0]
     return Run(
         tokenizer.decode(ids, skip_special_tokens=True),
+        length,
         len(ids),
         clock.times[0] - clock.start,
         (len(ids) - 1) / decoding if decoding else None,
@@ -122,5 +127,5 @@ def comparison(runs: Mapping[str, Run], with_text: bool = True) -> Table:
     if with_text:
         rows.insert(0, ("text", lambda run: run.text.strip()))
     for label, show in rows:
-        table.add_row(label, *(show(run) for run in runs.values()))
+        table.add_row(label, *(Text(show(run)) for run in runs.values()))  # Text: a model's "[/INST]" is no markup
     return table

@@ -54,4 +54,4 @@ def display_name(name: str) -> str:
     path = Path(name)
     if path.suffix == ".gguf":
         return path.stem
-    return path.resolve().name if path.is_absolute() or path.exists() else name
+    return path.resolve().name if name and (path.is_absolute() or path.exists()) else name
