@@ -32,56 +32,29 @@ from oscar_hf.zoo import find_rotations
 
 ROTATIONS = "smollm2-135m-instruct"
 TEXT_TOKENS = 3400
-ANSWER_TOKENS = 24
+ANSWER_TOKENS = 28
 
-WHO = [
-    "The baker",
-    "An old gardener",
-    "Our neighbour",
-    "The school teacher",
-    "A young sailor",
-    "The librarian",
-    "The night porter",
-    "A retired doctor",
-    "The ferry captain",
-    "My grandmother",
-    "The clock maker",
-]
-DOES = [
-    "likes to walk along the river",
-    "writes long letters to friends",
-    "mends the wooden fence by the road",
-    "reads a chapter of a novel",
-    "waters the roses behind the house",
-    "listens to the radio and drinks tea",
-    "carries baskets of apples up the hill",
-    "watches the boats come into the harbour",
-    "sweeps the steps in front of the door",
-    "tells stories about the mountains",
-    "feeds the birds in the square",
-    "repairs an old bicycle in the yard",
-    "bakes bread with honey and walnuts",
-]
-WHEN = [
-    "early in the morning",
-    "on most evenings",
-    "after the rain",
-    "during the winter months",
-    "before the market opens",
-    "on the first warm day of spring",
-    "when the streets are quiet",
-]
-WHY = [
-    "because the air is fresh and cool",
-    "although nobody has ever asked why",
-    "and the children often come along",
-    "since there is always something new to see",
-    "while the cat sleeps on the windowsill",
-    "and never seems to be in a hurry",
-    "as people in this town have done for years",
-    "and then goes home to cook supper",
-    "which makes the day feel longer",
-]
+WHO = (
+    "The baker/An old gardener/Our neighbour/The school teacher/A young sailor/The librarian/The night porter/"
+    "A retired doctor/The ferry captain/My grandmother/The clock maker"
+)
+DOES = (
+    "likes to walk along the river/writes long letters to friends/mends the wooden fence by the road/"
+    "reads a chapter of a novel/waters the roses behind the house/listens to the radio and drinks tea/"
+    "carries baskets of apples up the hill/watches the boats come into the harbour/"
+    "sweeps the steps in front of the door/tells stories about the mountains/feeds the birds in the square/"
+    "repairs an old bicycle in the yard/bakes bread with honey and walnuts"
+)
+WHEN = (
+    "early in the morning/on most evenings/after the rain/during the winter months/before the market opens/"
+    "on the first warm day of spring/when the streets are quiet"
+)
+WHY = (
+    "because the air is fresh and cool/although nobody has ever asked why/and the children often come along/"
+    "since there is always something new to see/while the cat sleeps on the windowsill/"
+    "and never seems to be in a hurry/as people in this town have done for years/"
+    "and then goes home to cook supper/which makes the day feel longer"
+)
 
 
 class Fact(NamedTuple):
@@ -97,36 +70,32 @@ class Fact(NamedTuple):
     def question(self) -> str:
         return f"What is the special magic number for {self.city} mentioned in the text?"
 
-    @property
-    def answer(self) -> str:
-        """How the model's answer is made to begin: a model this small wanders off otherwise."""
-        return f"The special magic number for {self.city} mentioned in the text is"
-
     def is_in(self, answer: str) -> bool:
         """Whether the first number in an answer is this one."""
         first = re.search(r"\d+", answer)
         return first is not None and first.group() == self.number
 
 
-# digits without repetition: which digit comes next is then clear from the last one
 FACTS = [
-    Fact("Lisbon", "7482916"),
-    Fact("Nairobi", "1597483"),
-    Fact("Toronto", "9876431"),
-    Fact("Oslo", "7539284"),
-    Fact("Kyoto", "6815209"),
-    Fact("Lima", "4725698"),
-    Fact("Cairo", "9876034"),
-    Fact("Dublin", "6849375"),
-    Fact("Jakarta", "8904157"),
-    Fact("Prague", "8163975"),
+    Fact("Lisbon", "7482"),
+    Fact("Nairobi", "1597"),
+    Fact("Toronto", "9876"),
+    Fact("Oslo", "7539"),
+    Fact("Kyoto", "6815"),
+    Fact("Lima", "4725"),
+    Fact("Cairo", "9876"),
+    Fact("Dublin", "6849"),
+    Fact("Jakarta", "8904"),
+    Fact("Prague", "8163"),
 ]
 
 
 def paragraph(number: int) -> str:
     """Four sentences of small-town life, the same in every run."""
+    who, does, when, why = (phrases.split("/") for phrases in (WHO, DOES, WHEN, WHY))
     sentences = (
-        f"{WHO[n * 5 % 11]} {DOES[n * 7 % 13]} {WHEN[(n * 3 + n // 7) % 7]}, {WHY[(n * 2 + n // 9) % 9]}."
+        f"{who[n * 5 % len(who)]} {does[n * 7 % len(does)]} "
+        f"{when[(n * 3 + n // 7) % len(when)]}, {why[(n * 2 + n // 9) % len(why)]}."
         for n in range(4 * number, 4 * number + 4)
     )
     return " ".join(sentences)
@@ -160,13 +129,13 @@ def ask(
         cache_factory: makes an empty cache.
 
     Returns:
-        tuple: what the model says after `fact.answer`, and what it took.
+        tuple: the model's answer, and what it took.
     """
     request = f"Read the following text carefully.\n\n{hide(tokenizer, fact, depth)}\n\n{fact.question}"
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": request}], add_generation_prompt=True, tokenize=False
     )
-    text, question, rest = (chat + fact.answer).rpartition(fact.question)
+    text, question, rest = chat.rpartition(fact.question)
     parts = [tokenizer(part, return_tensors="pt", add_special_tokens=False) for part in (text, question + rest)]
     ids, later = (part["input_ids"].to(model.device) for part in parts)
     cache = cache_factory()
@@ -210,8 +179,8 @@ def main(
     errors = Console(stderr=True)
     found = find_rotations(rotations)
     source = model or model_file()
-    with errors.status(f"Loading {display_name(source)}"):
-        loaded, tokenizer = load_model(source)
+    errors.print(f"Loading {display_name(source)}")
+    loaded, tokenizer = load_model(source)
     hidden = list(zip(FACTS, [depth] if facts == 1 else spread(facts), strict=False))
     caches: dict[str, Callable[[], Cache]] = {
         "unquantised": lambda: DynamicCache(config=loaded.config),

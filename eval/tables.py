@@ -44,11 +44,12 @@ def decode() -> str:
     bits = 32 if results["dtype"] == "float32" else 16
     return "\n".join(
         [
-            f"| {results['model']}, {results['context']:,} tokens, {results['dtype']} | ms per token | MB | bits per element |",
+            f"| {results['model']}, {results['context']:,} tokens, {results['dtype']} "
+            "| ms per token | MB | bits per element |",
             "|---|---|---|---|",
             f"| `DynamicCache` | {1e3 * seconds['DynamicCache']:.0f} | {memory['dense'] / 1e6:.1f} | {bits} |",
-            f"| `OscarQuantizedCache` | {1e3 * seconds['OSCAR']:.0f} | {memory['total'] / 1e6:.1f} | {memory['bits']:.2f} "
-            f"(history {memory['history_bits']:.2f}) |",
+            f"| `OscarQuantizedCache` | {1e3 * seconds['OSCAR']:.0f} | {memory['total'] / 1e6:.1f} "
+            f"| {memory['bits']:.2f} (history {memory['history_bits']:.2f}) |",
             "",
             source(results) + ".",
         ]

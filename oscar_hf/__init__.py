@@ -1,11 +1,17 @@
 """2-bit KV cache for Hugging Face transformers by attention-aware rotations (OSCAR, arXiv 2605.17757)."""
 
-from .cache import OscarQuantizedCache
-from .calibration import calibrate
-from .config import OscarConfig, Recipe
-from .memory import CacheMemory
-from .patch import patch_model, save_patched, unpatch_model
-from .rotation import LayerRotation, RotationSet
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .cache import OscarQuantizedCache
+    from .calibration import calibrate
+    from .config import OscarConfig, Recipe
+    from .memory import CacheMemory
+    from .patch import patch_model, save_patched, unpatch_model
+    from .rotation import LayerRotation, RotationSet
 
 __version__ = "0.1.0"
 
@@ -21,3 +27,20 @@ __all__ = [
     "save_patched",
     "unpatch_model",
 ]
+
+_HOMES = {
+    "cache": ["OscarQuantizedCache"],
+    "calibration": ["calibrate"],
+    "config": ["OscarConfig", "Recipe"],
+    "memory": ["CacheMemory"],
+    "patch": ["patch_model", "save_patched", "unpatch_model"],
+    "rotation": ["LayerRotation", "RotationSet"],
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for: `oscar-hf --help` needs neither torch nor transformers."""
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -73,41 +74,46 @@ def set_attention(model: PreTrainedModel, implementation: str) -> str:
     if config is model.config:
         model.set_attn_implementation(implementation)
     else:
-        name = next(key for key in model.config.sub_configs if getattr(model.config, key) is config)
+        name = next((key for key in model.config.sub_configs if getattr(model.config, key, None) is config), None)
+        if name is None:
+            raise ValueError(f"{type(model).__name__} keeps its decoder's configuration where oscar-hf does not look.")
         model.set_attn_implementation({name: implementation})
     if config._attn_implementation != implementation:
         raise ValueError(f"{type(model).__name__} does not let its attention be set to {implementation!r}.")
     return previous
 
 
-def wrap_cache_preparation(
-    model: PreTrainedModel, prepare: Callable[[Any | None, int, bool], Any | None]
-) -> Callable[[], None]:
-    """Let `prepare` see, and choose, the cache of every `model.generate`; returns the way back.
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where the model takes its tokens: under accelerate's placement too, whose first weights may be elsewhere."""
+    device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
+    device = model.device if device is None else torch.device("cuda", device) if isinstance(device, int) else device
+    return torch.device("cpu") if torch.device(device).type == "meta" else torch.device(device)
 
-    `prepare(cache, length, free)` gets the user's cache or None, the number of tokens of the whole prompt (-1 if
-    unknown), and whether generate is free to use another cache; it returns a cache, or None for transformers' own.
+
+def wrap_cache_preparation(
+    model: PreTrainedModel, prepare: Callable[[PreTrainedModel, Any | None, int, bool], Any | None]
+) -> None:
+    """Let `prepare` see, and choose, the cache of every `model.generate`.
+
+    `prepare(model, cache, length, free)` gets the user's cache or None, the number of tokens of the whole prompt (-1
+    if unknown), and whether generate is free to use another cache; it returns a cache, or None for transformers' own.
     """
-    original = model._prepare_cache_for_generation
-    previous = vars(model).get("_prepare_cache_for_generation")
 
     def wrapped(self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kw: Any):
         name = cache_argument(self)
         mask = model_kwargs.get("attention_mask")
         length = mask.shape[1] if isinstance(mask, Tensor) else getattr(generation_config, "_mask_length", -1)
         free = generation_config.use_cache is not False and generation_config.cache_implementation is None
-        cache = prepare(model_kwargs.get(name), length, free)
+        cache = prepare(self, model_kwargs.get(name), length, free)
         if cache is not None and model_kwargs.get(name) is None:
             model_kwargs[name] = cache
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
-        return original(generation_config, model_kwargs, *args, **kw)
+        return type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kw)
 
     model._prepare_cache_for_generation = MethodType(wrapped, model)
 
-    def restore() -> None:
-        vars(model).pop("_prepare_cache_for_generation", None)
-        if previous is not None:
-            model._prepare_cache_for_generation = previous
 
-    return restore
+def unwrap_cache_preparation(model: PreTrainedModel) -> None:
+    """Undo `wrap_cache_preparation`."""
+    vars(model).pop("_prepare_cache_for_generation", None)

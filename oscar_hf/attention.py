@@ -83,13 +83,18 @@ def oscar_attention(
     """
     layer = getattr(key, "_oscar_layer", None)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if position_bias is not None or dropout or not causal:
+    others = [name for name in ("indices", "block_indices", "sinks") if kwargs.get(name) is not None]
+    masked = layer is not None and attention_mask is not None and attention_mask.dim() != 2
+    if layer is not None and (position_bias is not None or dropout or not causal or others or masked):
+        layer.unstage()  # refused below, with nothing stored
+    if position_bias is not None or dropout or not causal or others:
         odd = "a position bias" if position_bias is not None else "dropout" if dropout else "bidirectional attention"
+        odd = f"{others[0]!r} (sparse attention or its own sinks)" if others else odd
         raise ValueError(f'{type(module).__name__} asks for {odd}, which "oscar" attention does not have; use "sdpa".')
     settings: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sink_logits": s_aux}
     if layer is None:
         output = exact_attention(query, key, value, attention_mask, **settings)
-    elif attention_mask is not None and attention_mask.dim() != 2:
+    elif masked:
         raise ValueError(
             "A 4D attention mask cannot be kept with a quantised history, which stores tokens without padding; "
             'pass a 2D mask, or switch this model to "sdpa" attention.'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import weakref
+import inspect
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from . import attention as _attention  # noqa: F401  (registers "oscar")
-from ._compat import architecture, cache_layers, text_config, wrap_cache_preparation
+from ._compat import architecture, cache_layers, text_config, unwrap_cache_preparation, wrap_cache_preparation
 from .config import OscarConfig
 from .layer import OscarLayer
 from .memory import CacheMemory, measure
-from .rotation import RotationSet
+from .rotation import RotationSet, absorbed_layers
 from .transform import Transform
 
 
@@ -62,7 +62,7 @@ class OscarQuantizedCache(Cache):
             )
         else:
             rotations.check_fits(full, architecture(model_config))
-            transforms = {index: Transform(rotation) for index, rotation in rotations.layers.items()}
+            transforms = _shared_transforms(model_or_config, rotations, full)
             default = rotations.config
         self.config = config or default
         for index in full:
@@ -94,6 +94,15 @@ class OscarQuantizedCache(Cache):
                     "failed halfway. Call cache.reset() and start over."
                 )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Remove the newest `-tokens_to_remove` tokens; a positive number is the length to keep (old meaning)."""
+        count = int(tokens_to_remove)
+        count = min(0, count - self.get_seq_length()) if count > 0 else count
+        for layer in sorted(
+            self.layers, key=lambda layer: isinstance(layer, OscarLayer)
+        ):  # those that may refuse, first
+            layer.crop(count)
 
     def set_padding(self, attention_mask: Tensor | None) -> None:
         """Tell which columns, of those stored and those of the next forward, are real: [B, seen + n], 0 is padding.
@@ -133,40 +142,45 @@ class OscarQuantizedCache(Cache):
         return twin
 
 
-_attached: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+def _shared_transforms(
+    model_or_config: PreTrainedModel | PreTrainedConfig, rotations: RotationSet, full: set[int]
+) -> dict[int, Transform]:
+    """Transforms for a model that is not patched; its caches share them, and patch_model retires them."""
+    absorbed = absorbed_layers(getattr(model_or_config, "config", model_or_config), rotations, full) or []
+    transforms = {index: Transform(layer, index in absorbed) for index, layer in rotations.layers.items()}
+    if not isinstance(model_or_config, PreTrainedModel):
+        return transforms
+    shared = vars(model_or_config).setdefault("_oscar_transforms", {})
+    return shared.setdefault(rotations.digest(), transforms)
 
 
-def attach(model: PreTrainedModel, default: Any | None = None) -> Any:
-    """Tell caches of this model about padding, and check what `generate` is given; once per model.
+def attach(model: PreTrainedModel) -> None:
+    """Tell caches of this model about padding, and see to what `generate` is given; once per model."""
+    if not hasattr(model, "_oscar_hook"):
+        model._oscar_hook = model.register_forward_pre_hook(_tell_padding, with_kwargs=True)
+        wrap_cache_preparation(model, _prepare_cache)
 
-    Args:
-        model: gets a forward pre-hook and a wrapper around its cache preparation.
-        default: makes the cache for a `generate` that was given none; None leaves that to transformers.
 
-    Returns:
-        A function that takes both off again.
-    """
+def detach(model: PreTrainedModel) -> None:
+    """Undo `attach`."""
+    if hasattr(model, "_oscar_hook"):
+        model._oscar_hook.remove()
+        del model._oscar_hook
+        unwrap_cache_preparation(model)
 
-    def tell_padding(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        cache = next((v for v in (*kwargs.values(), *args) if isinstance(v, OscarQuantizedCache)), None)
-        mask = kwargs.get("attention_mask")
-        if cache is not None and not cache.fused and isinstance(mask, Tensor) and mask.dim() == 2:
-            cache.set_padding(mask)
 
-    def prepare(cache: Any | None, length: int, free: bool) -> Any | None:
-        if isinstance(cache, OscarQuantizedCache):
-            cache.check_prompt(length)
-        return default() if cache is None and free and default is not None else cache
+def _tell_padding(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    cache = next((v for v in (*kwargs.values(), *args) if isinstance(v, OscarQuantizedCache)), None)
+    if cache is not None and not cache.fused:
+        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        mask = given.get("attention_mask")
+        cache.set_padding(mask if isinstance(mask, Tensor) and mask.dim() == 2 else None)
 
-    if default is None and model in _attached:
-        return lambda: None
-    _attached[model] = True
-    handle = model.register_forward_pre_hook(tell_padding, with_kwargs=True)
-    restore = wrap_cache_preparation(model, prepare)
 
-    def detach() -> None:
-        handle.remove()
-        restore()
-        _attached.pop(model, None)
-
-    return detach
+def _prepare_cache(model: PreTrainedModel, cache: Any | None, length: int, free: bool) -> Any | None:
+    if isinstance(cache, OscarQuantizedCache):
+        cache.check_prompt(length)
+    patch = getattr(model, "_oscar_patch", None)
+    if cache is None and free and patch is not None and patch.default_cache:
+        return OscarQuantizedCache(model)
+    return cache

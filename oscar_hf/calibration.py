@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ._compat import architecture, cache_layers, text_config
+from ._compat import architecture, cache_layers, input_device, text_config
 from .attention import evaluating, observe
 from .config import OscarConfig, Recipe, get_recipe
 from .loading import display_name
@@ -149,7 +149,7 @@ def collect_statistics(
         for observer in passes:
             with observe(model, observer):
                 for ids in sequences:
-                    decoder(input_ids=ids[None].to(model.device), use_cache=False)
+                    decoder(input_ids=ids[None].to(input_device(model)), use_cache=False)
                     bar.update(len(ids))
     return layers
 
@@ -195,12 +195,20 @@ def calibrate(
         raise ValueError(f"sequence_length={sequence_length} must be a positive number of tokens.")
     config = text_config(model)
     limit = min(sequence_length, getattr(config, "max_position_embeddings", sequence_length))
+    if not recipe.needs_data:
+        full = cache_layers(config)[1]
+        rotations = RotationSet.without_data(full, architecture(config)["head_dim"], recipe)
+        rotations.architecture = architecture(config)
+        rotations.provenance["model"] = display_name(model.name_or_path) or config.model_type
+        return rotations
     sequences = list(_sequences(data, tokenizer, tokens, limit))
     used, size = sum(len(ids) for ids in sequences), architecture(config)["head_dim"]
     if used < 2 * size:
         raise ValueError(f"Calibration data has {used} tokens; head_dim {size} needs {2 * size} at least.")
     scored = recipe.v_transform == "eigen" and recipe.value_target == "score"
     statistics = collect_statistics(model, sequences, scored_values=scored, progress=progress)
+    if missing := sorted(cache_layers(config)[1] - set(statistics)):
+        raise ValueError(f"{type(model).__name__} does not run layers {missing} through transformers' attention.")
     for index, layer in statistics.items():
         if not all(bool(t.isfinite().all()) for t in (layer.queries, layer.keys, layer.outputs)):
             raise ValueError(f"Layer {index}: queries, keys or values are NaN or infinite in {model.dtype}.")
@@ -240,7 +248,8 @@ def _sequences(
         elif tokenizer is None:
             raise ValueError("Texts need a tokenizer: calibrate(model, texts, tokenizer).")
         else:
-            ids = tokenizer(item + "\n\n", return_tensors="pt", verbose=False)["input_ids"][0]
+            piece = item[: 64 * left]  # no token is that long
+            ids = tokenizer(piece + "\n\n", return_tensors="pt", verbose=False)["input_ids"][0]
             pending = torch.cat([pending, ids])
             whole = len(pending) // limit * limit
             pieces, pending = pending[:whole].split(limit) if whole else (), pending[whole:]

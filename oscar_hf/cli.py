@@ -42,6 +42,7 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
+    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -224,7 +225,7 @@ def generate(
         inputs = tokenizer(text, return_tensors="pt")
     if not inputs["input_ids"].shape[1]:
         raise ValueError("The prompt is empty.")
-    inputs = {key: inputs[key].to(loaded.device) for key in ("input_ids", "attention_mask")}
+    inputs = {key: inputs[key].to(loaded.device) for key in ("input_ids", "attention_mask") if key in inputs}
 
     runs = {}
     if compare:
@@ -307,10 +308,11 @@ def _describe_path(path: str) -> dict[str, Any]:
     if not beside.is_dir():
         return describe(find_rotations(path))
     facts = describe(RotationSet.from_pretrained(beside))
-    oscar = json.loads((Path(path) / "config.json").read_text(encoding="utf-8")).get("oscar") or {}
-    if oscar.get("digest") != facts["digest"]:
+    config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    oscar = config.get("oscar") if isinstance(config, dict) else None
+    if not isinstance(oscar, dict) or oscar.get("digest") != facts["digest"]:
         raise ValueError(
-            f"{path}: config.json names rotations {oscar.get('digest')!r}, but those in {beside} are "
+            f"{path}: config.json says oscar={oscar!r}, but those in {beside} are "
             f"{facts['digest']!r}; write the checkpoint again with `oscar-hf patch`."
         )
     return {"absorbed_layers": oscar.get("absorbed"), **facts}
@@ -357,17 +359,17 @@ def _print_json(facts: dict[str, Any]) -> None:
 
 
 def _load(name: str, dtype: str, device_map: str | None, as_json: bool) -> tuple[Any, Any]:
-    """Model and tokenizer, with a spinner; a download shows its own progress bars."""
+    """Model and tokenizer. transformers shows its own progress bars over downloads and GGUF files, a spinner else."""
     from transformers.utils import logging
 
     from .loading import load_model
 
     logging.set_verbosity_error()
-    quiet = as_json or Path(name).exists()
-    if quiet:
+    folder = Path(name).is_dir()
+    if as_json or folder:
         logging.disable_progress_bar()
     try:
-        with _status(f"Loading {name}") if quiet else nullcontext():
+        with _status(f"Loading {name}") if folder else nullcontext():
             return load_model(name, dtype=dtype, device_map=device_map)
     except OSError as error:
         raise error if name in str(error) else OSError(f"{name} could not be loaded: {error}") from error

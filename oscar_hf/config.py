@@ -71,6 +71,8 @@ class Recipe:
         return self.k_transform in ("eigen", "balanced") or self.v_transform == "eigen" or self.key_mean
 
 
+MAX_WINDOW = 1 << 20
+
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -90,7 +92,7 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def get_recipe(name: str, **changes: Any) -> Recipe:
+def get_recipe(name: str, /, **changes: Any) -> Recipe:
     """The recipe of that name, with `changes` to its fields (for ablations).
 
     Raises:
@@ -147,8 +149,8 @@ class OscarConfig:
                 object.__setattr__(self, name, getattr(get_recipe(self.recipe), name))
         for name in ("sink_tokens", "recent_tokens"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}={value!r} must be a whole number of tokens, 0 or more.")
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_WINDOW:
+                raise ValueError(f"{name}={value!r} must be a whole number of tokens, 0 or more (up to {MAX_WINDOW}).")
         _within("k_clip", self.k_clip, 0.01, 1.0)
         _within("v_clip", self.v_clip, 0.01, 1.0)
         _one_of("scale_rule", self.scale_rule, ("minmax", "inner_product"))

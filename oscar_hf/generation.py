@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from ._compat import cache_argument
 from .cache import OscarQuantizedCache
-from .memory import _tensors
+from .memory import tensors_in
 
 
 @dataclass
@@ -102,8 +102,8 @@ def cache_size(cache: Cache) -> tuple[int, float, float | None]:
     if isinstance(cache, OscarQuantizedCache):
         memory = cache.memory()
         return memory.total, memory.bits, memory.history_bits or None
-    storages = [t.untyped_storage() for layer in cache.layers for t in _tensors(vars(layer))]
-    states = _tensors([[getattr(layer, "keys", None), getattr(layer, "values", None)] for layer in cache.layers])
+    storages = [t.untyped_storage() for layer in cache.layers for t in tensors_in(vars(layer))]
+    states = tensors_in([[getattr(layer, "keys", None), getattr(layer, "values", None)] for layer in cache.layers])
     bits = 8 * sum(t.untyped_storage().nbytes() for t in states) / sum(t.numel() for t in states)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()), bits, None
 

@@ -38,12 +38,13 @@ class OscarLayer(CacheLayerMixin):
         self.transform = transform
         self.config = config
         self.text_config = text_config
-        self.padding: Tensor | None = None  # mask of the coming forward, for the dense fallback
         self.reset()
 
     def reset(self) -> None:
         """Forget everything; the next update may have another batch size, dtype or device."""
         self.is_initialized = False
+        self.tiers: Tiers = None  # type: ignore[assignment]  # until the first update
+        self.padding: Tensor | None = None  # mask of the coming forward, for the dense fallback
         self.seen = 0  # columns, padding included
         self.columns: Tensor | None = None  # [B, seen] bool, which are real; None: all
         self._staged = False
@@ -77,16 +78,21 @@ class OscarLayer(CacheLayerMixin):
             raise RuntimeError(
                 "OscarQuantizedCache holds no gradients: run under torch.no_grad(), or without a cache."
             )
+        if self.transform.retired:
+            raise RuntimeError(
+                "This cache was made before its model was patched or unpatched, which changed the values it gives; "
+                "make a new cache."
+            )
+        if self._staged:
+            raise RuntimeError(
+                "Keys were given to the cache but never reached oscar attention: the last forward failed halfway, "
+                "or this model changes keys after the cache. Call cache.reset(), or use another attention "
+                "implementation."
+            )
         self._check_states(key_states)
-        if not self.is_initialized:
+        if not self.seen:
             self.lazy_initialization(key_states, value_states)
         if self.fused:
-            if self._staged:
-                raise RuntimeError(
-                    "Keys were given to the cache but never reached oscar attention: the last forward failed halfway, "
-                    "or this model changes keys after the cache. Call cache.reset(), or use another attention "
-                    "implementation."
-                )
             self._staged = True
             key_states = key_states.view_as(key_states)
             key_states._oscar_layer = self  # type: ignore[attr-defined]
@@ -103,16 +109,22 @@ class OscarLayer(CacheLayerMixin):
             )
         new, self.padding = self._new_columns(self.padding, count), None
         past = self._dense() if count > 1 and self.seen else None
+        self._staged = True  # an error from here on leaves the layer half-written
         for rows, tokens in self._row_groups(new, count):
             keys, values = (_pick(states[rows], tokens) for states in (key_states, value_states))
             self.tiers.append(rows, self.transform.keys(keys), self.transform.values(values))
         first = self.seen == 0
         self._extend_columns(new, count)
+        self._staged = False
         if first:
             return key_states, value_states
         if past is None:
             return self._dense()
         return torch.cat([past[0], key_states], 2), torch.cat([past[1], value_states], 2)
+
+    def unstage(self) -> None:
+        """Forget keys that `update` was given and that attention refused before anything was stored."""
+        self._staged = False
 
     def attend(
         self,
@@ -144,8 +156,9 @@ class OscarLayer(CacheLayerMixin):
                 "Layers that share the keys of another layer are not supported by oscar attention; "
                 "use another attention implementation for this model."
             )
-        new = self._new_columns(mask, key.shape[2])
         self._staged = False
+        new = self._new_columns(mask, key.shape[2])  # a refusal leaves the layer as it was
+        self._staged = True  # an error from here on leaves it half-written
         settings: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sink_logits": sink_logits}
         groups = self._row_groups(new, key.shape[2])
         if len(groups) == 1 and groups[0] == (slice(None), None):
@@ -160,6 +173,7 @@ class OscarLayer(CacheLayerMixin):
                 else:
                     output[rows] = output[rows].index_copy(2, tokens, result)
         self._extend_columns(new, key.shape[2])
+        self._staged = False
         return output
 
     def get_seq_length(self) -> int:
@@ -187,7 +201,8 @@ class OscarLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the newest `-tokens_to_remove` columns; a positive number is the length to keep (old meaning).
 
-        Tokens that had left the window stay quantised.
+        Tokens that had left the window stay quantised: after a rollback of n, up to n tokens that decoding alone
+        would still hold exactly are not.
         """
         count = int(tokens_to_remove)
         remove = min(self.seen, -count if count <= 0 else max(0, self.seen - count))
@@ -214,11 +229,13 @@ class OscarLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times."""
-        self.select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+        if self.is_initialized:
+            self.select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows that `indices` (numbers or a bool mask) name."""
-        self.select_rows(torch.arange(self.batch_size, device=indices.device)[indices])
+        if self.is_initialized:
+            self.select_rows(torch.arange(self.batch_size, device=indices.device)[indices])
 
     def offload(self) -> None:
         """Not supported: the history is small."""
@@ -243,7 +260,7 @@ class OscarLayer(CacheLayerMixin):
     # Rows and columns
 
     def _check_states(self, keys: Tensor) -> None:
-        if not self.is_initialized:
+        if not self.seen:
             return
         held = self.tiers.like
         expected = (held.shape[0], held.shape[1], held.shape[3], held.dtype, held.device)

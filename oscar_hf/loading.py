@@ -33,8 +33,8 @@ def load_model(
         source, file = str(path.parent), {"gguf_file": path.name}
         if dtype == "auto":
             dtype = "float32" if device_map == "cpu" else "bfloat16"
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"dtype={dtype!r} is no torch dtype; try float32, bfloat16 or float16.")
+    if dtype not in ("auto", "float64", "float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype={dtype!r} cannot be run here; try float32, bfloat16 or float16.")
     tokenizer = AutoTokenizer.from_pretrained(source, **file)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=device_map, **file, **kwargs)
     if file:

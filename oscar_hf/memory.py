@@ -21,7 +21,7 @@ class CacheMemory:
         recent: bytes of the recent window.
         history: bytes of the quantised history, scales and mins included.
         slack: bytes of the history's buffers that hold no token yet.
-        other: bytes of layers that OSCAR does not quantise (sliding windows, linear attention).
+        other: bytes of layers that OSCAR does not quantise (sliding windows, linear attention), and of padding masks.
         history_elements: keys and values in the history; `8 * history / history_elements` are the bits of each.
         elements: keys and values in all quantised layers.
         dense: bytes that the quantised layers' tokens would take unquantised.
@@ -85,9 +85,9 @@ def measure(cache: OscarQuantizedCache) -> CacheMemory:
         elements += row * sum(tiers.lengths)
         dense += row * sum(tiers.lengths) * like.element_size()
     others = [layer for layer in cache.layers if layer not in cache.oscar_layers]
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for o in others for t in _tensors(vars(o))
-    }
+    loose = [tensor for other in others for tensor in tensors_in(vars(other))]
+    loose += [layer.columns for layer in layers if layer.columns is not None]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in loose}
     return CacheMemory(
         cache.get_seq_length(),
         sink,
@@ -106,9 +106,9 @@ def _token_bytes(buffer: Tensor) -> int:
     return buffer.shape[1] * buffer.shape[3:].numel() * buffer.element_size()
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in a value, its lists and its dicts."""
     if isinstance(value, Tensor):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
+    return [tensor for item in items for tensor in tensors_in(item)]

@@ -284,6 +284,26 @@ class RotationSet:
         return cls(dict.fromkeys(sorted(layers), layer), config, provenance={"recipe": recipe.name, **provenance})
 
 
+def absorbed_layers(model_config: Any, rotations: RotationSet, full: set[int]) -> list[int] | None:
+    """Layers whose weights were rotated before a checkpoint was saved, by the model's configuration; None: none were.
+
+    Raises:
+        ValueError: they were rotated with other rotations than these, or the entry is malformed.
+    """
+    saved = getattr(model_config, "oscar", None)
+    if saved is None:
+        return None
+    layers = saved.get("absorbed") if isinstance(saved, dict) else None
+    if not isinstance(layers, list) or not all(type(index) is int and index in full for index in layers):
+        raise ValueError(f"The model's configuration has a malformed entry oscar={saved!r}.")
+    if saved.get("digest") != rotations.digest():
+        raise ValueError(
+            "This checkpoint's projections were rotated with other rotations than those given; "
+            'use the set saved beside it (subfolder "oscar"), or the original checkpoint.'
+        )
+    return layers
+
+
 def _read_settings(path: Path) -> dict[str, Any]:
     """The JSON half of a RotationSet, checked for version and structure."""
     size = path.stat().st_size

@@ -44,6 +44,7 @@ class History:
     With `config.bits == 16` the rows are kept as they come.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, config: OscarConfig, like: Tensor):
         batch, heads, _, head_dim = like.shape
         self.config = config
@@ -66,6 +67,7 @@ class History:
         """Every tensor that is held."""
         return [*self.keys, *self.values]
 
+    @torch.inference_mode(False)  # a tensor made in inference mode could not be written to outside it
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens in all rows."""
         if tokens <= self.capacity:
@@ -85,17 +87,20 @@ class History:
             (keys, self.keys, self.config.k_clip),
             (values, self.values, self.config.v_clip),
         ):
-            parts: tuple[Tensor, ...] = (states,)
-            if self.config.bits == 2:
-                parts = quantize(
-                    states,
-                    clip=clip,
-                    group_size=self.config.group_size,
-                    scale_rule=self.config.scale_rule,
-                    scale_dtype=buffers[1].dtype,
-                )
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer[rows, :, start : start + states.shape[2]] = part
+            for first in range(0, states.shape[2], READ_BLOCK):  # bounds what quantising holds besides
+                block = states[:, :, first : first + READ_BLOCK]
+                parts: tuple[Tensor, ...] = (block,)
+                if self.config.bits == 2:
+                    parts = quantize(
+                        block,
+                        clip=clip,
+                        group_size=self.config.group_size,
+                        scale_rule=self.config.scale_rule,
+                        scale_dtype=buffers[1].dtype,
+                    )
+                place = slice(start + first, start + first + block.shape[2])
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer[rows, :, place] = part
 
     def blocks(self, rows: slice, stop: int, start: int = 0) -> Iterator[PackedSpan]:
         """Tokens `start` to `stop` of some rows, at most `READ_BLOCK` at a time."""
@@ -110,7 +115,12 @@ class History:
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order; a row may come more than once."""
         for buffers in (self.keys, self.values):
-            buffers[:] = [buffer.index_select(0, rows.to(buffer.device)) for buffer in buffers]
+            buffers[:] = [_select(buffer, rows) for buffer in buffers]
+
+
+@torch.inference_mode(False)
+def _select(buffer: Tensor, rows: Tensor) -> Tensor:
+    return buffer.index_select(0, rows.to(buffer.device))
 
 
 class Tiers:
@@ -120,6 +130,7 @@ class Tiers:
     history, at `t - sink_tokens`; else in the recent window, a ring with `t` at slot `t % recent_tokens`.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, config: OscarConfig, like: Tensor):
         batch, heads, _, size = like.shape
         self.config = config
@@ -200,6 +211,6 @@ class Tiers:
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order; a row may come more than once."""
         self.history.select(rows)
-        self.windows = {name: window.index_select(0, rows.to(window.device)) for name, window in self.windows.items()}
+        self.windows = {name: _select(window, rows) for name, window in self.windows.items()}
         order = rows.tolist()
         self.lengths, self.flushed = [self.lengths[row] for row in order], [self.flushed[row] for row in order]

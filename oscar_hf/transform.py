@@ -14,8 +14,10 @@ class Transform:
     def __init__(self, rotation: LayerRotation, absorbed: bool = False):
         self.rotation = rotation
         self.absorbed = absorbed  # the projections carry v_rotation already
+        self.retired = False  # the model's projections have changed since
         self._placed: dict[torch.device, dict[str, Tensor]] = {}
 
+    @torch.inference_mode(False)
     def _on(self, device: torch.device) -> dict[str, Tensor]:
         if device not in self._placed:
             tensors = {name: tensor.to(device, torch.float32) for name, tensor in self.rotation.tensors().items()}

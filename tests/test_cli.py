@@ -174,7 +174,7 @@ def test_errors_are_one_line(folder: Path, tmp_path: Path) -> None:
     fails("alpha='half' must be a number", "calibrate", model, "--set", "alpha=half", *out)
     fails("write NAME=VALUE", "calibrate", model, "--set", "alpha", *out)
     fails("no setting 'alhpa'", "calibrate", model, "--set", "alhpa=1", *out)
-    fails("dtype='fp8' is no torch dtype", "calibrate", model, "--dtype", "fp8", *out)
+    fails("dtype='fp8' cannot be run here", "calibrate", model, "--dtype", "fp8", *out)
     fails("no-such/model", "generate", "no-such/model", "--prompt", "a")
     fails("No rotations for 'model'", "generate", model, "--prompt", "a")
     fails("--prompt TEXT or as --file PATH", "generate", model)

@@ -10,6 +10,7 @@ from tiny import FAMILIES, tiny_config, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+import oscar_hf.patch as patching
 from oscar_hf import (
     LayerRotation,
     OscarConfig,
@@ -305,6 +306,54 @@ def find_tensors(value, seen=None) -> list[Tensor]:
     return [tensor for item in items for tensor in find_tensors(item, seen)]
 
 
+def test_patching_again_needs_no_rotations() -> None:
+    model = tiny_model("qwen2")
+    patch_model(model, rotations_for(model))
+    patch_model(model, config=EXACT, default_cache=False)
+    assert OscarQuantizedCache(model).config == EXACT and not model._oscar_patch.default_cache
+    with pytest.raises(ValueError, match="group_size=12"):
+        patch_model(model, config=OscarConfig(group_size=12))
+    assert OscarQuantizedCache(model).config == EXACT
+
+
+def test_an_unpatched_cache_knows_weights_that_were_rotated_on_disk(tmp_path) -> None:
+    model, ids = tiny_model("qwen2"), tokens()
+    rotations = rotations_for(model, "oscar")
+    patch_model(model, rotations, SMALL)
+    expected = OscarQuantizedCache(model)
+    logits(model, ids, expected)
+    save_patched(model, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for source in (loaded, loaded.config):
+        cache = OscarQuantizedCache(source, rotations, SMALL)
+        assert all(layer.transform.absorbed for layer in cache.oscar_layers)
+    cache = OscarQuantizedCache(loaded, rotations, SMALL)
+    logits(loaded, ids, cache)
+    one, other = (c.oscar_layers[0].tiers.history.values[0][:, :, :40] for c in (cache, expected))
+    assert (one == other).float().mean() > 0.999
+
+
+def test_a_cache_filled_in_inference_mode_goes_on_outside_it() -> None:
+    model, ids = tiny_model("qwen2"), tokens(1, 90)
+    patch_model(model, rotations_for(model), SMALL)
+    cache = OscarQuantizedCache(model)
+    with torch.inference_mode():
+        model(ids[:, :70], **{cache_argument(model): cache})
+        cache.batch_select_indices(torch.tensor([0]))
+    assert logits(model, ids[:, 70:], cache, chunks=[18, 1, 1]).isfinite().all()
+
+
+def test_a_deep_copy_of_a_patched_model_stands_alone() -> None:
+    model, ids = tiny_model("qwen2"), tokens(1, 60)
+    patch_model(model, rotations_for(model), EXACT)
+    text = generate(model, ids)
+    twin = copy.deepcopy(model)
+    unpatch_model(model)
+    assert torch.equal(generate(twin, ids), text)
+    set_attention(twin, "sdpa")
+    assert torch.equal(generate(twin, ids), text)
+
+
 class TestRefusals:
     @pytest.fixture
     def model(self) -> PreTrainedModel:
@@ -347,6 +396,69 @@ class TestRefusals:
         with pytest.raises(RuntimeError, match="other logits"):
             patch_model(model, rotations_for(model))
         self.unchanged(model)
+
+    @pytest.mark.parametrize("reversible", [True, False])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_wrong_absorption_is_caught_and_undone(self, dtype: torch.dtype, reversible: bool, monkeypatch) -> None:
+        model = tiny_model("qwen2", dtype=dtype)
+        rotations, before = rotations_for(model), {k: v.clone() for k, v in model.state_dict().items()}
+        real = patching._rotate
+
+        def forgets_the_bias(module: nn.Module, rotation: Tensor, saved: list) -> None:
+            bias = module.v_proj.bias.clone()
+            real(module, rotation, saved)
+            module.v_proj.bias.data.copy_(bias)
+
+        monkeypatch.setattr(patching, "_rotate", forgets_the_bias)
+        with pytest.raises(RuntimeError, match="other logits"):
+            patch_model(model, rotations, reversible=reversible)
+        assert not hasattr(model, "_oscar_patch") and not hasattr(model.config, "oscar")
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    def test_a_shared_configuration(self, model: PreTrainedModel) -> None:
+        other = type(model)(model.config).eval()
+        rotations = rotations_for(model)
+        patch_model(model, rotations)
+        with pytest.raises(ValueError, match="shares its configuration"):
+            patch_model(other, rotations)
+
+    @pytest.mark.parametrize("patched_first", [True, False])
+    def test_caches_do_not_outlive_the_projections(self, model: PreTrainedModel, patched_first: bool) -> None:
+        rotations = rotations_for(model)
+        if patched_first:
+            patch_model(model, rotations)
+        cache = OscarQuantizedCache(model, rotations)
+        logits(model, tokens(), cache)
+        unpatch_model(model) if patched_first else patch_model(model, rotations)
+        with pytest.raises(RuntimeError, match="make a new cache"):
+            logits(model, tokens(), cache)
+
+    def test_a_refused_mask_leaves_the_cache_usable(self, model: PreTrainedModel) -> None:
+        patch_model(model, rotations_for(model), EXACT)
+        cache, ids = OscarQuantizedCache(model), tokens(1, 30)
+        expected = logits(model, ids, OscarQuantizedCache(model), chunks=[20, 10])
+        first = logits(model, ids[:, :20], cache, chunks=[20])
+        with torch.no_grad():
+            for mask in (torch.ones(1, 1, 10, 30, dtype=torch.bool), torch.tensor([[0] + [1] * 29])):
+                with pytest.raises(ValueError, match="mask"):
+                    model(ids[:, 20:], attention_mask=mask, **{cache_argument(model): cache})
+        assert cache.get_seq_length() == 20
+        rest = logits(model, ids[:, 20:], cache, chunks=[10])
+        assert relative_error(torch.cat([first, rest], 1), expected) < 1e-6
+
+    @pytest.mark.parametrize("attention", ["oscar", "sdpa"])
+    def test_an_interrupted_write_is_not_repeated(self, model: PreTrainedModel, attention: str, monkeypatch) -> None:
+        patch_model(model, rotations_for(model), SMALL)
+        set_attention(model, attention)
+        cache, ids = OscarQuantizedCache(model), tokens(1, 60)
+        logits(model, ids, cache, chunks=[60])
+        broken = {"oscar": "oscar_hf.layer.attend_blocks", "sdpa": "oscar_hf.layer.OscarLayer._extend_columns"}
+        monkeypatch.setattr(broken[attention], lambda *_: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            logits(model, ids[:, :5], cache, chunks=[5])
+        monkeypatch.undo()
+        with pytest.raises(RuntimeError, match=r"reset"):
+            logits(model, ids[:, :5], cache, chunks=[5])
 
     def test_no_rotations(self, model: PreTrainedModel, tmp_path) -> None:
         with pytest.raises(ValueError, match="patch_model"):
