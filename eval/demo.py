@@ -24,6 +24,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
+from eval.record import save_results
 from oscar_hf import OscarQuantizedCache, patch_model
 from oscar_hf._compat import cache_argument
 from oscar_hf.generation import Run, comparison, timed_generate
@@ -32,7 +33,7 @@ from oscar_hf.zoo import find_rotations
 
 ROTATIONS = "smollm2-135m-instruct"
 TEXT_TOKENS = 3400
-ANSWER_TOKENS = 28
+ANSWER_TOKENS = 12
 
 WHO = (
     "The baker/An old gardener/Our neighbour/The school teacher/A young sailor/The librarian/The night porter/"
@@ -69,6 +70,11 @@ class Fact(NamedTuple):
     @property
     def question(self) -> str:
         return f"What is the special magic number for {self.city} mentioned in the text?"
+
+    @property
+    def answer(self) -> str:
+        """How the model's answer is made to begin, as in RULER: a model this small wanders off otherwise."""
+        return f"The special magic number for {self.city} mentioned in the text is"
 
     def is_in(self, answer: str) -> bool:
         """Whether the first number in an answer is this one."""
@@ -129,13 +135,13 @@ def ask(
         cache_factory: makes an empty cache.
 
     Returns:
-        tuple: the model's answer, and what it took.
+        tuple: what the model says after `fact.answer`, and what it took.
     """
     request = f"Read the following text carefully.\n\n{hide(tokenizer, fact, depth)}\n\n{fact.question}"
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": request}], add_generation_prompt=True, tokenize=False
     )
-    text, question, rest = chat.rpartition(fact.question)
+    text, question, rest = (chat + fact.answer).rpartition(fact.question)
     parts = [tokenizer(part, return_tensors="pt", add_special_tokens=False) for part in (text, question + rest)]
     ids, later = (part["input_ids"].to(model.device) for part in parts)
     cache = cache_factory()
@@ -157,8 +163,8 @@ def model_file() -> str:
 
 
 def spread(count: int) -> list[float]:
-    """Depths from .05 to .9: later ones are in the recent window when the question comes, and quantise nothing."""
-    return [0.05 + 0.85 * index / (count - 1) for index in range(count)]
+    """Depths from .05 to .95; the last of ten is in the recent window, all others in the history."""
+    return [0.05 + 0.9 * index / (count - 1) for index in range(count)]
 
 
 def main(
@@ -170,7 +176,9 @@ def main(
     model: Annotated[
         str | None, typer.Option(help="Directory, Hub id or .gguf file.", show_default="SmolLM2-135M-Instruct")
     ] = None,
+    unquantised: Annotated[bool, typer.Option(help="Also ask with the usual cache.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write a JSON file, with the machine and versions.")] = None,
 ) -> None:
     """Hide a fact in 3,500 tokens of text, ask for it, and compare the usual cache with the 2-bit one."""
     start = perf_counter()
@@ -186,6 +194,8 @@ def main(
         "unquantised": lambda: DynamicCache(config=loaded.config),
         "OSCAR": lambda: OscarQuantizedCache(loaded),
     }
+    if not unquantised:
+        del caches["unquantised"]
     asked: dict[str, list[Run]] = {}
     for label, factory in caches.items():
         if label == "OSCAR":
@@ -200,19 +210,25 @@ def main(
     }
     seconds = perf_counter() - start
 
-    if as_json:
-        results = [
+    results = {
+        "model": display_name(source),
+        "rotations": Path(rotations).name,
+        "recipe": found.config.recipe,
+        "seconds": seconds,
+        "right": {label: sum(values) for label, values in right.items()},
+        "facts": [
             {
-                "city": fact.city,
-                "number": fact.number,
+                **fact._asdict(),
                 "depth": where,
                 **{label: {"right": right[label][i], **asdict(asked[label][i])} for label in asked},
             }
             for i, (fact, where) in enumerate(hidden)
-        ]
-        totals = {label: sum(values) for label, values in right.items()}
-        about = {"model": display_name(source), "rotations": rotations, "recipe": found.config.recipe}
-        print(json.dumps({**about, "seconds": seconds, "right": totals, "facts": results}, indent=2))
+        ],
+    }
+    if out:
+        save_results(out, results)
+    if as_json:
+        print(json.dumps(results, indent=2))
         return
     table = Table(title=f"{display_name(source)}, recipe {found.config.recipe}: the special magic number for ...")
     for column in ("city", "depth", "hidden", *asked):

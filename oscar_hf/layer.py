@@ -211,7 +211,7 @@ class OscarLayer(CacheLayerMixin):
         counts = [remove] * self.batch_size
         if self.columns is not None:
             counts = self.columns[:, self.seen - remove :].sum(1).tolist()
-            self.columns = self.columns[:, : self.seen - remove]
+            self.columns = self.columns[:, : self.seen - remove] if remove < self.seen else None
         self.seen -= remove
         self.tiers.crop(counts)
 

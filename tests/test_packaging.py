@@ -19,7 +19,7 @@ import oscar_hf
 package = pathlib.Path(oscar_hf.__file__).resolve().parent
 assert package.is_relative_to(pathlib.Path(sys.prefix).resolve()), f"imported from {package}"
 assert (package / "py.typed").is_file()
-json.loads((package / "rotation_zoo" / "index.json").read_text())
+assert json.loads((package / "rotation_zoo" / "index.json").read_text())
 assert version("oscar-hf") == oscar_hf.__version__
 """
 
@@ -48,3 +48,4 @@ def test_wheel_works_alone(tmp_path: Path) -> None:
 
     run(scripts / "python", "-c", CHECK)
     assert "Usage" in run(scripts / "oscar-hf", "--help")
+    assert '"recipe": "balanced"' in run(scripts / "oscar-hf", "inspect", "smollm2-135m-instruct", "--json")
