@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import accelerate
 import pytest
 import torch
 from tiny import FAMILIES, tiny_config, tiny_model
@@ -513,3 +514,16 @@ class TestRefusals:
                 model(tokens(), **{cache_argument(model): cache})
             cache.reset()
             model(tokens(), **{cache_argument(model): cache})
+
+
+def test_offloaded_weights_are_rotated_online(tmp_path) -> None:
+    model, ids = tiny_model("qwen2"), tokens()
+    expected = logits(model, ids, DynamicCache(config=model.config))
+    rotations = rotations_for(model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.model.layers[0].self_attn.v_proj.weight.device.type == "meta"
+    patch_model(model, rotations)
+    assert model._oscar_patch.absorbed == []
+    assert relative_error(logits(model, ids, OscarQuantizedCache(model, config=EXACT)), expected) < 1e-5
+    unpatch_model(model)
+    assert relative_error(logits(model, ids, DynamicCache(config=model.config)), expected) < 1e-5
