@@ -62,8 +62,10 @@ def facts() -> str:
     count = len(sets[0]["facts"])
     lines = ["| cache | right |", "|---|---|", f"| unquantised | {sets[0]['right']['unquantised']} of {count} |"]
     lines += [f"| 2 bits, `{results['recipe']}` | {results['right']['OSCAR']} of {count} |" for results in sets]
-    calibrated = "oscar-hf calibrate MODEL --recipe oscar --corpus essays_calibration.txt --tokens 24576 --out oscar"
-    other = f"`oscar` calibrated by `{calibrated}` and run with `--rotations oscar --no-unquantised`"
+    other = (
+        "the `oscar` row with `--rotations oscar --no-unquantised`, a set fitted with `fit_layer` to the statistics that "
+        "`eval.reproduce` gathers, 24,576 tokens of essays_calibration.txt"
+    )
     return "\n".join([*lines, "", f"{source(sets[0])}; {other}."])
 
 
