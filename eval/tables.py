@@ -63,8 +63,8 @@ def facts() -> str:
     lines = ["| cache | right |", "|---|---|", f"| unquantised | {sets[0]['right']['unquantised']} of {count} |"]
     lines += [f"| 2 bits, `{results['recipe']}` | {results['right']['OSCAR']} of {count} |" for results in sets]
     other = (
-        "the `oscar` row with `--rotations oscar --no-unquantised`, a set fitted with `fit_layer` to the statistics that "
-        "`eval.reproduce` gathers, 24,576 tokens of essays_calibration.txt"
+        "the `oscar` row with `--rotations oscar --no-unquantised`, a set fitted with `fit_layer` to the statistics "
+        "that `eval.reproduce` gathers, 24,576 tokens of essays_calibration.txt"
     )
     return "\n".join([*lines, "", f"{source(sets[0])}; {other}."])
 
