@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -24,8 +24,10 @@ def text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrain
     return config.get_text_config(decoder=True)
 
 
-def cache_layers(config: PreTrainedConfig) -> tuple[list[Any], set[int]]:
+def cache_layers(config: PreTrainedConfig, max_cache_len: int | None = None) -> tuple[list[Any], set[int]]:
     """Stock cache layers for a text configuration, and the indices of those with full attention.
+
+    With `max_cache_len` the layers are a StaticCache's.
 
     Raises:
         ValueError: an architecture whose cache this project cannot hold, by name.
@@ -42,6 +44,8 @@ def cache_layers(config: PreTrainedConfig) -> tuple[list[Any], set[int]]:
     full = {index for index, layer in enumerate(layers) if type(layer) is DynamicLayer}
     if not full:
         raise ValueError(f"{kind} has no full-attention layer, so there is no history to quantise; use DynamicCache.")
+    if max_cache_len is not None:
+        layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
     return layers, full
 
 
@@ -91,20 +95,22 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def wrap_cache_preparation(
-    model: PreTrainedModel, prepare: Callable[[PreTrainedModel, Any | None, int, bool], Any | None]
+    model: PreTrainedModel, prepare: Callable[[PreTrainedModel, Any | None, Tensor | int, int, bool], Any | None]
 ) -> None:
     """Let `prepare` see, and choose, the cache of every `model.generate`.
 
-    `prepare(model, cache, length, free)` gets the user's cache or None, the number of tokens of the whole prompt (-1
-    if unknown), and whether generate is free to use another cache; it returns a cache, or None for transformers' own.
+    `prepare(model, cache, prompt, total, free)` gets the user's cache or None, the whole prompt's mask or number of
+    tokens (-1 if unknown), the tokens that a cache will hold at most, and whether generate is free to use another
+    cache; it returns a cache, or None for transformers' own.
     """
 
     def wrapped(self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kw: Any):
         name = cache_argument(self)
         mask = model_kwargs.get("attention_mask")
-        length = mask.shape[1] if isinstance(mask, Tensor) else getattr(generation_config, "_mask_length", -1)
+        whole = isinstance(mask, Tensor) and mask.dim() == 2
+        prompt = mask if whole else getattr(generation_config, "_mask_length", -1)
         free = generation_config.use_cache is not False and generation_config.cache_implementation is None
-        cache = prepare(self, model_kwargs.get(name), length, free)
+        cache = prepare(self, model_kwargs.get(name), prompt, generation_config.max_length - 1, free)
         if cache is not None and model_kwargs.get(name) is None:
             model_kwargs[name] = cache
             if getattr(generation_config, "is_assistant", False):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -27,12 +28,19 @@ def oscar_mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """None or the padding mask [B, kv_length] for plain causal attention; a 4D mask for any other pattern."""
+    """None or the padding mask for plain causal attention; a 4D mask for any other pattern.
+
+    The padding mask is [B, kv_length], or [B, q_length] for an OSCAR cache with fixed storage, which asks for new
+    columns only. None where there is no padding in it.
+    """
     whole = isinstance(q_offset, int) and kv_length == q_offset + q_length and kv_offset == 0
-    if mask_function is causal_mask_function and local_size is None and whole:
-        if attention_mask is None or bool(attention_mask.all()):
+    new_only = kv_length == q_length and (isinstance(q_offset, Tensor) or kv_offset == q_offset)
+    if mask_function is causal_mask_function and local_size is None and (whole or new_only):
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, kv_offset : kv_offset + kv_length]
+        if attention_mask is not None and not torch.compiler.is_compiling() and bool(attention_mask.all()):
             return None
-        return attention_mask[:, :kv_length]
+        return attention_mask
     if kv_length != q_length:  # without a mask, the last query sees the last key: wrong for a static cache
         kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(

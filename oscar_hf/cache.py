@@ -29,9 +29,12 @@ class OscarQuantizedCache(Cache):
         model_or_config: a patched model, whose rotations and settings it takes; or any model or configuration.
         rotations: needed unless the model is patched: a RotationSet made for this model.
         config: storage settings (default: the patched model's, else the rotations').
+        max_cache_len: allocate for so many tokens at once. Then `generate` compiles the model's decode steps into
+            CUDA graphs, as it does for StaticCache. None: grow with the text.
 
     Raises:
-        ValueError: no rotations, rotations of another model, or an architecture that is not supported.
+        ValueError: no rotations, rotations of another model, an architecture that is not supported, or, later, more
+            tokens than `max_cache_len`, before anything is stored.
         RuntimeError: on a forward with gradients, or after one that failed halfway.
 
     Example:
@@ -45,9 +48,11 @@ class OscarQuantizedCache(Cache):
         model_or_config: PreTrainedModel | PreTrainedConfig,
         rotations: RotationSet | None = None,
         config: OscarConfig | None = None,
+        *,
+        max_cache_len: int | None = None,
     ):
         model_config = text_config(model_or_config)
-        layers, full = cache_layers(model_config)
+        layers, full = cache_layers(model_config, max_cache_len)
         patch = getattr(model_or_config, "_oscar_patch", None)
         if patch is not None:
             if rotations is not None and rotations.digest() != patch.digest:
@@ -65,8 +70,12 @@ class OscarQuantizedCache(Cache):
             transforms = _shared_transforms(model_or_config, rotations, full)
             default = rotations.config
         self.config = config or default
-        for index in full:
-            layers[index] = OscarLayer(transforms[index], self.config, model_config)
+        if max_cache_len is not None:
+            _check_fixed(self.config, max_cache_len)
+        leader = None
+        for index in sorted(full):
+            layers[index] = OscarLayer(transforms[index], self.config, model_config, max_cache_len, leader)
+            leader = leader or layers[index]
         super().__init__(layers=layers)
         if isinstance(model_or_config, PreTrainedModel) and patch is None:
             attach(model_or_config)
@@ -85,13 +94,15 @@ class OscarQuantizedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values [B, H_kv, n, D] of a layer; see `OscarLayer.update` for what comes back."""
-        layer, first = self.layers[layer_idx], self.oscar_layers[0]
-        if isinstance(layer, OscarLayer):
-            expected = first.seen if layer is first else first.seen - key_states.shape[2]
-            if layer.seen != expected:
+        layer = self.layers[layer_idx]
+        if isinstance(layer, OscarLayer) and not torch.compiler.is_compiling():
+            if layer.fixed:
+                if layer.leader is None:
+                    layer.check_room(key_states.shape[2])
+            elif layer.leader is not None and layer.seen != layer.leader.seen - key_states.shape[2]:
                 raise RuntimeError(
-                    f"Layer {layer_idx} holds {layer.seen} tokens where {expected} were expected: an earlier forward "
-                    "failed halfway. Call cache.reset() and start over."
+                    f"Layer {layer_idx} holds {layer.seen} tokens where {layer.leader.seen - key_states.shape[2]} were "
+                    "expected: an earlier forward failed halfway. Call cache.reset() and start over."
                 )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -114,21 +125,31 @@ class OscarQuantizedCache(Cache):
         for layer in self.oscar_layers:
             layer.padding = attention_mask
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns seen so far, padding included."""
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
+        """Columns seen so far, padding included; a tensor while compiling."""
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if layer_idx == 0 and not isinstance(layer, OscarLayer):
             return self.oscar_layers[0].get_seq_length()
         return super().get_seq_length(layer_idx)
 
-    def check_prompt(self, length: int) -> None:
-        """Raise ValueError unless a prompt of `length` tokens in all continues what is stored."""
-        seen = self.get_seq_length()
+    def check_prompt(self, prompt: Tensor | int, total: int = -1) -> None:
+        """Raise ValueError unless a prompt continues what is stored, and there is room.
+
+        Args:
+            prompt: the whole prompt's padding mask [B, n], or its number of tokens; -1 if unknown.
+            total: tokens that will have to fit; -1 if unknown.
+        """
+        first = self.oscar_layers[0]
+        seen, length = first.seen, prompt if isinstance(prompt, int) else prompt.shape[1]
         if seen and 0 <= length <= seen:
             raise ValueError(
                 f"This cache holds {seen} tokens, but the prompt has {length}: it was filled by another prompt. "
                 "Pass the whole conversation, or a new cache, or call cache.reset()."
             )
+        if seen and isinstance(prompt, Tensor) and first.fixed:  # its attention masks show new columns only
+            first.check_columns(prompt[:, :seen].to(torch.bool))
+        if total >= 0:
+            first.check_room(total - seen)
 
     def memory(self) -> CacheMemory:
         """What is held, byte by byte."""
@@ -140,6 +161,16 @@ class OscarQuantizedCache(Cache):
         memo[id(self)] = twin
         twin.layers = copy.deepcopy(self.layers, memo)
         return twin
+
+
+def _check_fixed(config: OscarConfig, max_cache_len: int) -> None:
+    if isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int) or max_cache_len < 1:
+        raise ValueError(f"max_cache_len={max_cache_len!r} must be a number of tokens, or None to grow.")
+    if config.bits != 2 or config.recent_tokens < 1:
+        raise ValueError(
+            f"max_cache_len needs 2 bits and a recent window, not bits={config.bits}, "
+            f"recent_tokens={config.recent_tokens}; leave it out, and the cache grows."
+        )
 
 
 def _shared_transforms(
@@ -177,9 +208,11 @@ def _tell_padding(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -
         cache.set_padding(mask if isinstance(mask, Tensor) and mask.dim() == 2 else None)
 
 
-def _prepare_cache(model: PreTrainedModel, cache: Any | None, length: int, free: bool) -> Any | None:
+def _prepare_cache(
+    model: PreTrainedModel, cache: Any | None, prompt: Tensor | int, total: int, free: bool
+) -> Any | None:
     if isinstance(cache, OscarQuantizedCache):
-        cache.check_prompt(length)
+        cache.check_prompt(prompt, total)
     patch = getattr(model, "_oscar_patch", None)
     if cache is None and free and patch is not None and patch.default_cache:
         return OscarQuantizedCache(model)

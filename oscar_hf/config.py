@@ -72,6 +72,7 @@ class Recipe:
 
 
 MAX_WINDOW = 1 << 20
+ROLLBACK = 32
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -171,6 +172,11 @@ class OscarConfig:
                 f"group_size={group_size} does not divide head_dim={head_dim}; choose a divisor, or None for head_dim."
             )
         return head_dim // group_size
+
+    @property
+    def rollback(self) -> int:
+        """Tokens that can be taken back, or come in one forward, as if they had come one by one."""
+        return min(ROLLBACK, self.recent_tokens)
 
     def bits_per_element(self, head_dim: int) -> float:
         """Bits that one element of the quantised history takes, scale and min included."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -12,10 +10,9 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .config import OscarConfig
-from .kernels import attend_blocks, exact_attention
-from .kernels.reference import QUERY_BLOCK, Block
 from .quantization import dequantize
-from .storage import PackedSpan, Span, Tiers
+from .reading import Logits, attend_chunk, attend_step, can_step, store
+from .storage import Span, Tiers
 from .transform import Transform
 
 
@@ -27,27 +24,62 @@ class OscarLayer(CacheLayerMixin):
     Under the "oscar" attention implementation `update` only marks the keys with this layer, and `attend` stores and
     reads them, since only the attention function sees the padding mask. Under any other implementation `update`
     stores them and returns all keys and values, unpacked, in the model's basis.
+
+    Args:
+        transform: this layer's rotations.
+        config: storage settings.
+        text_config: the model's, for its attention implementation.
+        max_cache_len: allocate for so many columns at once (fixed storage). None: grow.
+        leader: the first such layer of the cache, which checks each forward's padding mask for all of them.
     """
 
     is_sliding = False
     is_croppable = True
-    is_compileable = False
 
-    def __init__(self, transform: Transform, config: OscarConfig, text_config: Any):
+    def __init__(
+        self,
+        transform: Transform,
+        config: OscarConfig,
+        text_config: Any,
+        max_cache_len: int | None = None,
+        leader: OscarLayer | None = None,
+    ):
         super().__init__()
         self.transform = transform
         self.config = config
         self.text_config = text_config
+        self.max_cache_len = max_cache_len
+        self.leader = leader
+        self.tiers: Tiers = None  # type: ignore[assignment]  # until the first update
         self.reset()
 
     def reset(self) -> None:
         """Forget everything; the next update may have another batch size, dtype or device."""
         self.is_initialized = False
-        self.tiers: Tiers = None  # type: ignore[assignment]  # until the first update
+        if self.max_cache_len is None:
+            self.tiers = None  # type: ignore[assignment]
+        elif self.tiers is not None:  # kept: if the next prompts have the same shape, so do their addresses
+            self.tiers.clear()
         self.padding: Tensor | None = None  # mask of the coming forward, for the dense fallback
-        self.seen = 0  # columns, padding included
-        self.columns: Tensor | None = None  # [B, seen] bool, which are real; None: all
-        self._staged = False
+        self.columns: Tensor | None = None  # [B, c] bool: which of the first c columns are real; later ones all are
+        self._seen = 0
+        self._checked: tuple[Tensor, Tensor | None] | None = None  # a forward's mask, and its new columns
+        self._staged = self._started = False
+
+    @property
+    def seen(self) -> int:
+        """Columns so far, padding included."""
+        return int(self.tiers.seen_tensor) if self.fixed and self.is_initialized else self._seen
+
+    @property
+    def fixed(self) -> bool:
+        """Whether storage was allocated at once, with lengths on the device."""
+        return self.max_cache_len is not None
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile the model's forward with this cache."""
+        return self.fixed and self.fused
 
     @property
     def fused(self) -> bool:
@@ -67,13 +99,33 @@ class OscarLayer(CacheLayerMixin):
                 "channels; they belong to another model."
             )
         self.config.groups(key_states.shape[-1])
-        self.tiers = Tiers(self.config, key_states)
+        if self.tiers is None or self._differences(key_states):
+            self.tiers = Tiers(self.config, key_states, self.max_cache_len)
+            if self.fixed:
+                self._mark_static()
         self.is_initialized = True
+
+    def _mark_static(self) -> None:
+        """Tell the compiler that these tensors stay where they are; another cache's, elsewhere, may use its code."""
+        for tensor in (*self.tiers.tensors(), *self.transform.tensors(self.tiers.like.device)):
+            if tensor is not None:
+                torch._dynamo.mark_static_address(tensor, guard=False)
 
     # What transformers calls
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take new keys and values [B, H_kv, n, D], after RoPE. See the class for what comes back."""
+        if not torch.compiler.is_compiling():
+            self._check(key_states, value_states)
+        if self.fused:
+            self._staged = True
+            key_states = key_states.view_as(key_states)
+            key_states._oscar_layer = self  # type: ignore[attr-defined]
+            return key_states, value_states
+        return self._update_dense(key_states, value_states)
+
+    def _check(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Refuse what would spoil the cache, and allocate on the first update."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise RuntimeError(
                 "OscarQuantizedCache holds no gradients: run under torch.no_grad(), or without a cache."
@@ -89,15 +141,20 @@ class OscarLayer(CacheLayerMixin):
                 "or this model changes keys after the cache. Call cache.reset(), or use another attention "
                 "implementation."
             )
-        self._check_states(key_states)
-        if not self.seen:
+        differences = self._differences(key_states) if self._started else []
+        if differences:
+            raise ValueError(f"This cache holds other keys: {', '.join(differences)}. Use a new cache, or reset().")
+        if not self._started:
             self.lazy_initialization(key_states, value_states)
-        if self.fused:
-            self._staged = True
-            key_states = key_states.view_as(key_states)
-            key_states._oscar_layer = self  # type: ignore[attr-defined]
-            return key_states, value_states
-        return self._update_dense(key_states, value_states)
+            self._started = True
+
+    def check_room(self, tokens: int) -> None:
+        """Raise ValueError if fixed storage has no room for `tokens` more columns."""
+        if self.fixed and self.seen + tokens > self.max_cache_len:  # type: ignore[operator]
+            raise ValueError(
+                f"This cache was made for max_cache_len={self.max_cache_len} tokens and holds {self.seen}; "
+                f"{tokens} more do not fit. Make a larger one, or one without max_cache_len, which grows."
+            )
 
     def _update_dense(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Store, and return what any other attention function may attend to: [B, H_kv, seen + n, D]."""
@@ -107,12 +164,13 @@ class OscarLayer(CacheLayerMixin):
                 "exact_chunks=False shows each query another cache, which only oscar attention can: patch the model, "
                 'set its attention implementation to "oscar", or feed one token at a time.'
             )
-        new, self.padding = self._new_columns(self.padding, count), None
+        mask, self.padding = self.padding, None
+        new = self._new_columns(mask if mask is None or not self.fixed else mask[:, -count:], count)
         past = self._dense() if count > 1 and self.seen else None
         self._staged = True  # an error from here on leaves the layer half-written
         for rows, tokens in self._row_groups(new, count):
             keys, values = (_pick(states[rows], tokens) for states in (key_states, value_states))
-            self.tiers.append(rows, self.transform.keys(keys), self.transform.values(values))
+            store(self.tiers, self.transform, rows, keys, values)
         first = self.seen == 0
         self._extend_columns(new, count)
         self._staged = False
@@ -156,70 +214,104 @@ class OscarLayer(CacheLayerMixin):
                 "Layers that share the keys of another layer are not supported by oscar attention; "
                 "use another attention implementation for this model."
             )
+        logits = Logits(scaling, softcap, sink_logits)
+        if torch.compiler.is_compiling():
+            return self._attend_compiled(query, key, value, mask, logits)
         self._staged = False
         new = self._new_columns(mask, key.shape[2])  # a refusal leaves the layer as it was
         self._staged = True  # an error from here on leaves it half-written
-        settings: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sink_logits": sink_logits}
-        groups = self._row_groups(new, key.shape[2])
-        if len(groups) == 1 and groups[0] == (slice(None), None):
-            output = self._attend_rows(slice(None), query, key, value, **settings)
+        if new is None and can_step(self.tiers, key.shape[2]):
+            output = attend_step(self.tiers, self.transform, query, key, value, logits)
+            self._seen += key.shape[2]  # fixed storage has counted on the device
         else:
-            output = torch.zeros_like(query)
-            for rows, tokens in groups:
-                q, k, v = (_pick(states[rows], tokens) for states in (query, key, value))
-                result = self._attend_rows(rows, q, k, v, **settings)
-                if tokens is None:
-                    output[rows] = result
-                else:
-                    output[rows] = output[rows].index_copy(2, tokens, result)
-        self._extend_columns(new, key.shape[2])
+            output = self._attend_rows(new, query, key, value, logits)
+            self._extend_columns(new, key.shape[2])
         self._staged = False
         return output
 
-    def get_seq_length(self) -> int:
-        """Columns seen so far, padding included."""
+    def _attend_compiled(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, logits: Logits
+    ) -> Tensor:
+        """A decode step without a look at the device."""
+        if not self.fixed or not self.is_initialized or mask is not None or not can_step(self.tiers, key.shape[2]):
+            raise ValueError(
+                "Only decode steps compile: make the cache with max_cache_len, run the prompt without torch.compile, "
+                f"then up to {self.config.rollback} tokens a call, none of them padding."
+            )
+        output = attend_step(self.tiers, self.transform, query, key, value, logits)
+        self._staged = False
+        return output
+
+    def _attend_rows(self, new: Tensor | None, query: Tensor, key: Tensor, value: Tensor, logits: Logits) -> Tensor:
+        groups = self._row_groups(new, key.shape[2])
+        if len(groups) == 1 and groups[0] == (slice(None), None):
+            return attend_chunk(self.tiers, self.transform, slice(None), query, key, value, logits)
+        output = torch.zeros_like(query)
+        for rows, tokens in groups:
+            q, k, v = (_pick(states[rows], tokens) for states in (query, key, value))
+            result = attend_chunk(self.tiers, self.transform, rows, q, k, v, logits)
+            if tokens is None:
+                output[rows] = result
+            else:
+                output[rows] = output[rows].index_copy(2, tokens, result)
+        return output
+
+    def get_seq_length(self) -> int | Tensor:
+        """Columns seen so far, padding included; a tensor while compiling."""
+        if torch.compiler.is_compiling() and self.fixed and self.is_initialized:
+            return self.tiers.seen_tensor
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Length and offset of the columns that a mask for `query_length` new ones covers."""
+        """Length and offset of the columns that a mask for `query_length` new ones covers.
+
+        With fixed storage these are the new columns alone, so that a mask's shape is the same at each step.
+        """
         if isinstance(query_length, Tensor):  # cache_position, transformers < 5.4
             query_length = query_length.shape[0]
+        if self.is_compileable:
+            return query_length, 0 if torch.compiler.is_compiling() else self.seen
         return self.seen + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: grows without bound."""
-        return -1
+        """Columns that fit; -1: grows without bound."""
+        return -1 if self.max_cache_len is None else self.max_cache_len
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5.13
+    def get_max_cache_shape(self) -> int:
+        """`get_max_length`, as it was called before transformers 5.13."""
+        return self.get_max_length()
 
     @property
     def batch_size(self) -> int:
         if not self.is_initialized:
             raise AttributeError("batch_size is not known before the first update")
-        return len(self.tiers.lengths)
+        return self.tiers.like.shape[0]
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the newest `-tokens_to_remove` columns; a positive number is the length to keep (old meaning).
 
-        Tokens that had left the window stay quantised: after a rollback of n, up to n tokens that decoding alone
-        would still hold exactly are not.
+        Up to `config.rollback` tokens leave no trace. After a longer rollback, tokens that had left the window stay
+        quantised, though decoding alone would still hold them exactly.
         """
-        count = int(tokens_to_remove)
-        remove = min(self.seen, -count if count <= 0 else max(0, self.seen - count))
+        count, seen = int(tokens_to_remove), self.seen
+        remove = min(seen, -count if count <= 0 else max(0, seen - count))
         if remove == 0:
             return
         counts = [remove] * self.batch_size
         if self.columns is not None:
-            counts = self.columns[:, self.seen - remove :].sum(1).tolist()
-            self.columns = self.columns[:, : self.seen - remove] if remove < self.seen else None
-        self.seen -= remove
+            counts = self._all_columns()[:, seen - remove :].sum(1).tolist()
+            self.columns = self.columns[:, : seen - remove] if remove < seen else None
+        self._see(seen - remove)
         self.tiers.crop(counts)
+        self._started = remove < seen
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order; a row may come more than once."""
         if not self.is_initialized:
             return
         self.tiers.select(rows)
+        if self.fixed:
+            self._mark_static()
         if self.columns is not None:
             self.columns = self.columns.index_select(0, rows.to(self.columns.device))
 
@@ -249,8 +341,10 @@ class OscarLayer(CacheLayerMixin):
         """Copy what is stored; share transforms and the model's config."""
         twin = copy.copy(self)
         memo[id(self)] = twin
-        if self.is_initialized:
-            twin.tiers = copy.deepcopy(self.tiers, memo)
+        twin.leader, twin._checked = copy.deepcopy(self.leader, memo), None
+        twin.tiers = copy.deepcopy(self.tiers, memo)
+        if self.fixed and self.is_initialized:
+            twin._mark_static()
         return twin
 
     def buffers(self) -> list[Tensor]:
@@ -259,44 +353,64 @@ class OscarLayer(CacheLayerMixin):
 
     # Rows and columns
 
-    def _check_states(self, keys: Tensor) -> None:
-        if not self.seen:
-            return
+    def _differences(self, keys: Tensor) -> list[str]:
+        """How keys [B, H_kv, n, D] differ from those held."""
         held = self.tiers.like
         expected = (held.shape[0], held.shape[1], held.shape[3], held.dtype, held.device)
         given = (keys.shape[0], keys.shape[1], keys.shape[3], keys.dtype, keys.device)
-        if expected != given:
-            names = ("batch size", "KV heads", "head_dim", "dtype", "device")
-            odd = [f"{n} {g} instead of {e}" for n, g, e in zip(names, given, expected, strict=True) if g != e]
-            raise ValueError(f"This cache holds other keys: {', '.join(odd)}. Use a new cache, or reset().")
+        names = ("batch size", "KV heads", "head_dim", "dtype", "device")
+        return [f"{n} {g} instead of {e}" for n, g, e in zip(names, given, expected, strict=True) if g != e]
 
     def _new_columns(self, mask: Tensor | None, count: int) -> Tensor | None:
-        """Which of `count` new columns are real, [B, count] bool, or None for all; checks the columns before them."""
+        """Which of `count` new columns are real, [B, count] bool, or None for all; checks the columns before them.
+
+        All layers of a cache get one mask in a forward; the first checks it, since that waits for the device.
+        """
         if mask is None:
             return None
-        if mask.shape[1] != self.seen + count:
+        checked = self.leader._checked if self.leader is not None else None
+        if checked is None or checked[0] is not mask:
+            checked = self._checked = (mask, self._check_mask(mask.to(torch.bool), count))
+        return checked[1]
+
+    def _check_mask(self, mask: Tensor, count: int) -> Tensor | None:
+        seen = 0 if self.fixed else self.seen  # the mask of fixed storage has new columns only
+        if mask.shape[1] != seen + count:
             raise ValueError(
-                f"The attention mask has {mask.shape[1]} columns, but the cache holds {self.seen} and {count} are "
+                f"The attention mask has {mask.shape[1]} columns, but the cache holds {seen} and {count} are "
                 "new. Is this cache filled by another prompt? Use a new one, or reset()."
             )
-        mask = mask.to(torch.bool)
-        if self.seen:
-            past = mask[:, : self.seen]
-            known = self.columns.to(past.device) if self.columns is not None else True
-            if not bool((past == known).all()):
-                raise ValueError(
-                    "The attention mask changed for columns that are already stored; padding must stay as it was."
-                )
-        new = mask[:, self.seen :]
+        if seen:
+            self.check_columns(mask[:, :seen])
+        new = mask[:, seen:]
         return None if bool(new.all()) else new
 
+    def check_columns(self, mask: Tensor) -> None:
+        """Raise ValueError unless a mask of the stored columns, [B, seen], says what was stored."""
+        known = 0 if self.columns is None else self.columns.shape[1]
+        same = mask[:, known:].all()
+        if self.columns is not None:
+            same &= (mask[:, :known] == self.columns.to(mask.device)).all()
+        if not bool(same):
+            raise ValueError(
+                "The attention mask changed for columns that are already stored; padding must stay as it was."
+            )
+
+    def _all_columns(self) -> Tensor:
+        """Which columns are real, [B, seen] bool."""
+        every = torch.ones(self.batch_size, self.seen, dtype=torch.bool, device=self.tiers.like.device)
+        if self.columns is not None:
+            every[:, : self.columns.shape[1]] = self.columns
+        return every
+
     def _extend_columns(self, new: Tensor | None, count: int) -> None:
-        if new is not None or self.columns is not None:
-            all_real = torch.ones(self.batch_size, self.seen + count, dtype=torch.bool, device=self.tiers.like.device)
-            past = all_real[:, : self.seen] if self.columns is None else self.columns
-            new = all_real[:, self.seen :] if new is None else new.to(past.device)
-            self.columns = torch.cat([past, new], dim=1)
-        self.seen += count
+        if new is not None:
+            self.columns = torch.cat([self._all_columns(), new.to(self.tiers.like.device)], dim=1)
+        self._see(self.seen + count)
+
+    def _see(self, columns: int) -> None:
+        self._seen = columns
+        self.tiers.seen_tensor.fill_(columns)
 
     def _row_groups(self, new: Tensor | None, count: int) -> list[tuple[slice, Tensor | None]]:
         """Rows that can be handled together, with the indices of their new tokens (None: all)."""
@@ -310,95 +424,14 @@ class OscarLayer(CacheLayerMixin):
         tokens = [new[row].nonzero().squeeze(-1) for row in range(batch)]
         return [(slice(row, row + 1), tokens[row]) for row in range(batch) if len(tokens[row])]
 
-    # Reading rows of equal length
-
-    def _attend_rows(
-        self,
-        rows: slice,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float | None,
-        softcap: float | None,
-        sink_logits: Tensor | None,
-    ) -> Tensor:
-        """`attend` for rows of equal length, without padding."""
-        keys, values = self.transform.keys(key), self.transform.values(value)
-        if self.tiers.lengths[rows][0] == 0 and self.config.exact_chunks:
-            output = exact_attention(query, key, value, scaling=scaling, softcap=softcap, sink_logits=sink_logits)
-            self.tiers.append(rows, keys, values)
-            return output
-        kv_heads = key.shape[1]
-        grouped = query.unflatten(1, (kv_heads, -1))  # [b, H_kv, G, n, D]
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        sinks = None
-        if sink_logits is not None:
-            sinks = sink_logits.float().view(1, kv_heads, -1, 1).expand(grouped.shape[:-1])
-        output = torch.empty_like(grouped, dtype=torch.float32)
-        for start, stop, blocks in self._read(rows, keys, values, grouped.shape[2]):
-            part = grouped[:, :, :, start:stop].flatten(2, 3)  # [b, H_kv, G n, D]
-            result = attend_blocks(
-                self.transform.queries(part).mul_(scaling),
-                blocks,
-                softcap,
-                None if sinks is None else sinks[..., start:stop].flatten(2),
-                self.transform.mean_logits(part, scaling) if softcap or sinks is not None else None,
-            )
-            output[:, :, :, start:stop] = self.transform.undo_values(result).unflatten(2, (-1, stop - start))
-        return output.flatten(1, 2).to(query.dtype)
-
-    def _read(
-        self, rows: slice, keys: Tensor, values: Tensor, groups: int
-    ) -> Iterator[tuple[int, int, Iterator[Block]]]:
-        """Store new tokens, then give, for each block of queries, its first and last and what it sees."""
-        count = keys.shape[2]
-        if count == 1:
-            self.tiers.append(rows, keys, values)
-            history = self.tiers.history.blocks(rows, self.tiers.flushed[rows][0])
-            spans = chain[Span | PackedSpan](self.tiers.exact(rows, ordered=False), history)
-            yield 0, 1, ((span.keys, span.values, None) for span in spans)
-            return
-        length, flushed = self.tiers.lengths[rows][0], self.tiers.flushed[rows][0]
-        held = [*self.tiers.exact(rows), Span(length, keys, values)]
-        positions = torch.cat([torch.arange(span.start, span.stop, device=keys.device) for span in held])
-        exact = Span(0, torch.cat([span.keys for span in held], 2), torch.cat([span.values for span in held], 2))
-        self.tiers.append(rows, keys, values)
-        for first in range(0, count, QUERY_BLOCK):
-            last = min(first + QUERY_BLOCK, count)
-            queries = torch.arange(length + first, length + last, device=keys.device)
-            blocks = self._chunk_blocks(rows, queries, exact, positions, flushed)
-            yield first, last, ((k, v, seen if seen is None else seen.repeat(groups, 1)) for k, v, seen in blocks)
-
-    def _chunk_blocks(
-        self, rows: slice, queries: Tensor, exact: Span, positions: Tensor, flushed: int
-    ) -> Iterator[Block]:
-        """What queries at these positions see: exact tokens at theirs, and the history.
-
-        `flushed` tokens were in the history before this chunk.
-        """
-        sink, recent = self.config.sink_tokens, self.config.recent_tokens
-        behind = queries[:, None] - positions
-        visible = behind >= 0
-        if not self.config.exact_chunks:
-            visible &= (behind < recent) | (positions < sink)
-        used = visible.any(0).nonzero().squeeze(-1)
-        if len(used):
-            yield exact.keys.index_select(2, used), exact.values.index_select(2, used), visible[:, used]
-        for packed in self.tiers.history.blocks(rows, flushed):
-            yield packed.keys, packed.values, None
-        if not self.config.exact_chunks:  # tokens that left the window within this chunk
-            reached = min(self.tiers.flushed[rows][0], int(queries[-1]) - recent - sink + 1)
-            for packed in self.tiers.history.blocks(rows, reached, flushed):
-                left = sink + torch.arange(packed.start, packed.stop, device=queries.device)
-                yield packed.keys, packed.values, queries[:, None] - left >= recent
-
     def _dense(self) -> tuple[Tensor, Tensor]:
         """All keys and values [B, H_kv, seen, D] in the model's basis and dtype, zeros at padding."""
         tiers, like = self.tiers, self.tiers.like
         keys, values = (like.new_zeros(*like.shape[:2], self.seen, like.shape[3]) for _ in range(2))
         together = tiers.uniform and self.columns is None
+        columns = self._all_columns()
         for rows in [slice(None)] if together else [slice(row, row + 1) for row in range(self.batch_size)]:
-            real = None if self.columns is None else self.columns[rows.start].nonzero().squeeze(-1).to(like.device)
+            real = None if self.columns is None else columns[rows.start].nonzero().squeeze(-1)
             for span in tiers.exact(rows):
                 self._place(keys, values, rows, real, span)
             for packed in tiers.history.blocks(rows, tiers.flushed[rows][0]):

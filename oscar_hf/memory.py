@@ -21,7 +21,7 @@ class CacheMemory:
         recent: bytes of the recent window.
         history: bytes of the quantised history, scales and mins included.
         slack: bytes of the history's buffers that hold no token yet.
-        other: bytes of layers that OSCAR does not quantise (sliding windows, linear attention), and of padding masks.
+        other: bytes of layers that OSCAR does not quantise (sliding windows, linear attention), of padding masks and of token counts.
         history_elements: keys and values in the history; `8 * history / history_elements` are the bits of each.
         elements: keys and values in all quantised layers.
         dense: bytes that the quantised layers' tokens would take unquantised.
@@ -87,6 +87,7 @@ def measure(cache: OscarQuantizedCache) -> CacheMemory:
     others = [layer for layer in cache.layers if layer not in cache.oscar_layers]
     loose = [tensor for other in others for tensor in tensors_in(vars(other))]
     loose += [layer.columns for layer in layers if layer.columns is not None]
+    loose += [tensor for layer in layers for tensor in layer.tiers.counters]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in loose}
     return CacheMemory(
         cache.get_seq_length(),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .config import OscarConfig
-from .quantization import Quantized, quantize
+from .kernels import quantize_into
+from .quantization import Quantized
 
 GROWTH = 1 / 16
 GRANULE = 32
@@ -40,8 +41,8 @@ class PackedSpan(NamedTuple):
 class History:
     """Keys and values [B, H_kv, tokens, D] in the stored format, appended to and read in pieces.
 
-    Buffers are head-major, [B, H_kv, capacity, ...], and grow by a sixteenth, so slack stays under 7 % and a block.
-    With `config.bits == 16` the rows are kept as they come.
+    Buffers are head-major, [B, H_kv, capacity, ...]. They grow by a sixteenth, so slack stays under 7 % and a block,
+    unless they were reserved at once (`Tiers` with `max_tokens`). With `config.bits == 16` rows are kept as they come.
     """
 
     @torch.inference_mode(False)
@@ -87,20 +88,14 @@ class History:
             (keys, self.keys, self.config.k_clip),
             (values, self.values, self.config.v_clip),
         ):
+            if self.config.bits == 16:
+                buffers[0][rows, :, start : start + states.shape[2]] = states
+                continue
             for first in range(0, states.shape[2], READ_BLOCK):  # bounds what quantising holds besides
                 block = states[:, :, first : first + READ_BLOCK]
-                parts: tuple[Tensor, ...] = (block,)
-                if self.config.bits == 2:
-                    parts = quantize(
-                        block,
-                        clip=clip,
-                        group_size=self.config.group_size,
-                        scale_rule=self.config.scale_rule,
-                        scale_dtype=buffers[1].dtype,
-                    )
                 place = slice(start + first, start + first + block.shape[2])
-                for buffer, part in zip(buffers, parts, strict=True):
-                    buffer[rows, :, place] = part
+                codes, affine = (buffer[rows, :, place] for buffer in buffers)
+                quantize_into(block, codes, affine, clip=clip, scale_rule=self.config.scale_rule)
 
     def blocks(self, rows: slice, stop: int, start: int = 0) -> Iterator[PackedSpan]:
         """Tokens `start` to `stop` of some rows, at most `READ_BLOCK` at a time."""
@@ -115,33 +110,51 @@ class History:
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order; a row may come more than once."""
         for buffers in (self.keys, self.values):
-            buffers[:] = [_select(buffer, rows) for buffer in buffers]
+            buffers[:] = [select_rows(buffer, rows) for buffer in buffers]
 
 
 @torch.inference_mode(False)
-def _select(buffer: Tensor, rows: Tensor) -> Tensor:
-    return buffer.index_select(0, rows.to(buffer.device))
+def select_rows(buffer: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a buffer: in place where the shape stays, so that addresses do."""
+    selected = buffer.index_select(0, rows.to(buffer.device))
+    return buffer.copy_(selected) if selected.shape == buffer.shape else selected
 
 
 class Tiers:
     """All tokens of one layer, row by row; rows of a batch may have different lengths.
 
-    Token `t` of a row is in the sink if `t < sink_tokens`; else, once `recent_tokens` newer ones have come, in the
-    history, at `t - sink_tokens`; else in the recent window, a ring with `t` at slot `t % recent_tokens`.
+    Token `t` of a row is in the sink if `t < sink_tokens`. Later ones are in a ring, `t` at slot `t % ring`, which is
+    `config.rollback` slots larger than the recent window; once `recent_tokens` newer ones have come, a token is in the
+    history too, at `t - sink_tokens`, and is read there. The spare slots let a few tokens be taken back, or several
+    come at once, and leave everything as if tokens had come one by one.
+
+    Args:
+        config: sizes of the tiers, and the format of the history.
+        like: states [B, H_kv, _, D], whose dtype and device the windows take.
+        max_tokens: allocate for so many tokens at once: buffers keep their addresses, and lengths are read from the
+            device only when asked for. None: grow.
     """
 
     @torch.inference_mode(False)
-    def __init__(self, config: OscarConfig, like: Tensor):
+    def __init__(self, config: OscarConfig, like: Tensor, max_tokens: int | None = None):
         batch, heads, _, size = like.shape
         self.config = config
-        self.lengths = [0] * batch  # tokens of each row
-        self.flushed = [0] * batch  # of which in the history
+        self.fixed = max_tokens is not None
+        self._lengths, self._floors = [0] * batch, [0] * batch
+        # the same for kernels: tokens of each row, and how many are in the history whatever the window says
+        self.length_tensor, self.floor_tensor = (
+            torch.zeros(batch, dtype=torch.int32, device=like.device) for _ in range(2)
+        )
+        self.seen_tensor = torch.zeros((), dtype=torch.int64, device=like.device)  # columns, padding included
+        ring = config.recent_tokens + max(1, config.rollback)
         self.windows = {
             f"{part}_{name}": like.new_empty(batch, heads, tokens, size)
-            for part, tokens in (("sink", config.sink_tokens), ("recent", config.recent_tokens))
+            for part, tokens in (("sink", config.sink_tokens), ("recent", ring))
             for name in ("keys", "values")
         }
         self.history = History(config, like)
+        if max_tokens is not None:
+            self.history.reserve(max(1, max_tokens - config.sink_tokens))
 
     @property
     def like(self) -> Tensor:
@@ -149,68 +162,138 @@ class Tiers:
         return self.windows["sink_keys"]
 
     @property
+    def ring(self) -> int:
+        """Slots of the recent window."""
+        return self.windows["recent_keys"].shape[2]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return self.length_tensor.tolist() if self.fixed else self._lengths
+
+    @property
+    def floors(self) -> list[int]:
+        """Tokens of each row that are in the history whatever the window says: after a long rollback."""
+        return self.floor_tensor.tolist() if self.fixed else self._floors
+
+    @property
+    def flushed(self) -> list[int]:
+        """Tokens of each row that are in the history."""
+        return [self._flushed(*pair) for pair in zip(self.lengths, self.floors, strict=True)]
+
+    def _flushed(self, length: int, floor: int) -> int:
+        return max(floor, length - self.config.sink_tokens - self.config.recent_tokens, 0)
+
+    @property
     def uniform(self) -> bool:
         """Whether all rows are equally long, so that they can be handled together."""
-        return len(set(self.lengths)) == len(set(self.flushed)) == 1
+        return len(set(self.lengths)) == len(set(self.floors)) == 1
+
+    def count(self, lengths: list[int], floors: list[int]) -> None:
+        """Set the tokens of each row."""
+        self._lengths, self._floors = lengths, floors
+        for tensor, values in ((self.length_tensor, lengths), (self.floor_tensor, floors)):
+            tensor.copy_(torch.tensor(values, dtype=torch.int32))
+
+    def stepped(self, tokens: int) -> None:
+        """A kernel has stored `tokens` more in each row, and counted them on the device."""
+        self._lengths = [length + tokens for length in self._lengths]
 
     def buffers(self) -> list[Tensor]:
-        """Every tensor that is held."""
+        """Every tensor that holds keys and values."""
         return [*self.windows.values(), *self.history.buffers()]
 
+    def tensors(self) -> list[Tensor]:
+        """What a kernel needs: sink and ring, history, lengths, floors and columns seen."""
+        return [*self.buffers(), *self.counters]
+
+    @property
+    def counters(self) -> list[Tensor]:
+        """Lengths and floors [B] int32, and columns seen [] int64, on the device."""
+        return [self.length_tensor, self.floor_tensor, self.seen_tensor]
+
+    def clear(self) -> None:
+        """Forget all tokens; buffers stay."""
+        self.count([0] * len(self._lengths), [0] * len(self._floors))
+        self.seen_tensor.zero_()
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` more in each row."""
+        self.history.reserve(self._flushed(max(self._lengths) + tokens, max(self._floors)))
+
+    def leaving(self, row: int, tokens: int) -> range:
+        """Which tokens leave the window of a row when `tokens` come."""
+        sink, length, floor = self.config.sink_tokens, self.lengths[row], self.floors[row]
+        return range(sink + self._flushed(length, floor), sink + self._flushed(length + tokens, floor))
+
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values [b, H_kv, n, D] of rows of one length, and flush what leaves their window."""
-        sink, recent = self.config.sink_tokens, self.config.recent_tokens
-        start, flushed = self.lengths[rows][0], self.flushed[rows][0]
+        """Store rotated keys and values [b, H_kv, n, D] of rows of one length, and flush what leaves their window."""
+        sink, row = self.config.sink_tokens, rows.indices(len(self._lengths))[0]
+        start = self.lengths[row]
         stop = start + keys.shape[2]
-        leaving = range(sink + flushed, max(sink + flushed, stop - recent))
-        self.history.reserve(flushed + len(leaving))
+        leaving = self.leaving(row, keys.shape[2])
+        if not self.fixed:
+            self.history.reserve(leaving.stop - sink)
         if leaving:
             new = slice(max(0, leaving.start - start), max(0, leaving.stop - start))
             old = self.recent(rows, leaving.start, min(start, leaving.stop))
-            pieces = (torch.cat([old.keys, keys[:, :, new]], 2), torch.cat([old.values, values[:, :, new]], 2))
-            self.history.write(rows, flushed, *pieces)
+            pieces = [
+                torch.cat([*(span[part] for span in old), states[:, :, new]], 2)
+                for part, states in ((1, keys), (2, values))
+            ]
+            self.history.write(rows, leaving.start - sink, *pieces)
+        first = max(start, sink, stop - self.ring)
         for name, states in (("keys", keys), ("values", values)):
             if start < sink:
                 self.windows[f"sink_{name}"][rows, :, start : min(stop, sink)] = states[:, :, : sink - start]
-            first = max(start, leaving.stop)
             if first < stop:
-                slots = torch.arange(first, stop, device=states.device) % recent
+                slots = torch.arange(first, stop, device=states.device) % self.ring
                 self.windows[f"recent_{name}"][rows].index_copy_(2, slots, states[:, :, first - start :])
-        for row in range(*rows.indices(len(self.lengths))):
-            self.lengths[row], self.flushed[row] = stop, flushed + len(leaving)
+        self.stored(rows, stop)
 
-    def recent(self, rows: slice, start: int, stop: int) -> Span:
-        """Tokens `start` to `stop` of the recent window, in order (a copy)."""
-        keys, values = self.windows["recent_keys"][rows], self.windows["recent_values"][rows]
-        if stop <= start:
-            return Span(start, keys[:, :, :0], values[:, :, :0])
-        slots = torch.arange(start, stop, device=keys.device) % self.config.recent_tokens
-        return Span(start, keys.index_select(2, slots), values.index_select(2, slots))
+    def stored(self, rows: slice, length: int) -> None:
+        """These rows hold `length` tokens now."""
+        lengths = list(self.lengths)
+        for row in range(*rows.indices(len(lengths))):
+            lengths[row] = length
+        self.count(lengths, self.floors)
 
-    def exact(self, rows: slice, ordered: bool = True) -> list[Span]:
-        """What sink and recent window hold; a full window that need not be in order is not copied."""
-        sink, length, start = (
-            self.config.sink_tokens,
-            self.lengths[rows][0],
-            self.config.sink_tokens + self.flushed[rows][0],
-        )
+    def recent(self, rows: slice, start: int, stop: int) -> list[Span]:
+        """Tokens `start` to `stop` of the ring, in order: at most two spans, which are views."""
+        spans = []
+        while start < stop:
+            slot = start % self.ring
+            count = min(stop - start, self.ring - slot)
+            windows = (self.windows[f"recent_{name}"][rows, :, slot : slot + count] for name in ("keys", "values"))
+            spans.append(Span(start, *windows))
+            start += count
+        return spans
+
+    def exact(self, rows: slice) -> list[Span]:
+        """What is read from sink and recent window, in order; views."""
+        sink, row = self.config.sink_tokens, rows.indices(len(self._lengths))[0]
+        length = self.lengths[row]
         stored = min(sink, length)
         spans = [Span(0, *(self.windows[f"sink_{name}"][rows, :, :stored] for name in ("keys", "values")))]
-        if not ordered and length - start == self.config.recent_tokens:
-            spans.append(Span(start, self.windows["recent_keys"][rows], self.windows["recent_values"][rows]))
-        else:
-            spans.append(self.recent(rows, start, length))
+        spans += self.recent(rows, sink + self.flushed[row], length)
         return [span for span in spans if span.keys.shape[2]]
 
     def crop(self, counts: list[int]) -> None:
-        """Forget the newest tokens of each row; those that had left the window stay quantised."""
-        self.lengths = [length - count for length, count in zip(self.lengths, counts, strict=True)]
-        kept = [max(0, length - self.config.sink_tokens) for length in self.lengths]
-        self.flushed = [min(pair) for pair in zip(self.flushed, kept, strict=True)]
+        """Forget the newest tokens of each row; what the ring no longer holds exactly stays quantised."""
+        sink, lengths, floors = self.config.sink_tokens, [], []
+        for length, floor, count in zip(self.lengths, self.floors, counts, strict=True):
+            lengths.append(length - count)
+            oldest = max(floor, length - self.ring - sink, 0)
+            floors.append(min(oldest, max(0, length - count - sink)))
+        self.count(lengths, floors)
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order; a row may come more than once."""
         self.history.select(rows)
-        self.windows = {name: _select(window, rows) for name, window in self.windows.items()}
+        self.windows = {name: select_rows(window, rows) for name, window in self.windows.items()}
         order = rows.tolist()
-        self.lengths, self.flushed = [self.lengths[row] for row in order], [self.flushed[row] for row in order]
+        lengths, floors = [self.lengths[row] for row in order], [self.floors[row] for row in order]
+        self.length_tensor, self.floor_tensor = (
+            select_rows(tensor, rows) for tensor in (self.length_tensor, self.floor_tensor)
+        )
+        self.count(lengths, floors)

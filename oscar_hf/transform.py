@@ -25,6 +25,12 @@ class Transform:
             self._placed[device] = tensors
         return self._placed[device]
 
+    def tensors(self, device: torch.device) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+        """`k_mean` or None, `k_rotation`, `q_rotation`, and `v_rotation` unless the projections carry it; float32."""
+        placed = self._on(device)
+        v_rotation = None if self.absorbed else placed["v_rotation"]
+        return placed.get("k_mean"), placed["k_rotation"], placed["q_rotation"], v_rotation
+
     def keys(self, keys: Tensor) -> Tensor:
         """`(k - k_mean) k_rotation`, [B, H_kv, n, D] in the dtype given."""
         placed, rotated = self._on(keys.device), keys.float()

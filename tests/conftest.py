@@ -1,6 +1,6 @@
 import os
 
-# Before torch and transformers are imported: both read the environment once.
+# Before torch, transformers and Triton are imported: they read the environment once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 

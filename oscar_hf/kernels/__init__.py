@@ -1,5 +1,17 @@
-"""Attention over the stored format. `reference` is plain torch: the definition, and the path on the CPU."""
+"""Writing and reading the stored format: Triton where the tensors are on a GPU, plain torch elsewhere.
 
+`reference` and `reference_write` are the definitions, and the path on the CPU.
+"""
+
+from .dispatch import attend_history, available, quantize_into, step, write_chunk
 from .reference import attend_blocks, exact_attention
 
-__all__ = ["attend_blocks", "exact_attention"]
+__all__ = [
+    "attend_blocks",
+    "attend_history",
+    "available",
+    "exact_attention",
+    "quantize_into",
+    "step",
+    "write_chunk",
+]

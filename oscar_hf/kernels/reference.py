@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from ..quantization import Quantized, code_values, dequantize, from_byte_order, to_byte_order
 
 QUERY_BLOCK = 512
+LOG2E = math.log2(math.e)
 
 Rows = Tensor | Quantized
 Block = tuple[Rows, Rows, Tensor | None]
@@ -176,3 +178,57 @@ def _materialized(
         weights = torch.softmax(logits, dim=-1)[..., :length].nan_to_num(0.0)
         outputs.append(weights @ value.float().unsqueeze(2))
     return torch.cat(outputs, dim=-2).view_as(query).to(query.dtype)
+
+
+def attend_step(
+    query: Tensor,
+    k_codes: Tensor,
+    k_affine: Tensor,
+    v_codes: Tensor,
+    v_affine: Tensor,
+    sink_keys: Tensor,
+    sink_values: Tensor,
+    recent_keys: Tensor,
+    recent_values: Tensor,
+    lengths: Tensor,
+    floors: Tensor,
+    *,
+    queries: int,
+    recent_tokens: int,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    offset: Tensor | None = None,
+) -> Tensor:
+    """What `attend.attend_split` and `attend.merge` compute together: see there. [B, H_kv, M, D] float32."""
+    sink, ring = sink_keys.shape[2], recent_keys.shape[2]
+    output = torch.empty_like(query)
+    own = torch.arange(query.shape[2], device=query.device) % queries
+    for row, (length, floor) in enumerate(zip(lengths.tolist(), floors.tolist(), strict=True)):
+        position = length + own
+        bound = (position + 1 - sink - recent_tokens).clamp_min(max(floor, 0))
+        newest, last = int(bound.max()), length + queries
+        stored = torch.arange(min(sink, last), device=query.device)
+        recent = torch.arange(sink + int(bound.min()), max(sink + int(bound.min()), last), device=query.device)
+        slots, rows = recent % ring, slice(row, row + 1)
+        seen = (recent <= position[:, None]) & (recent >= sink + bound[:, None])
+        history = torch.arange(newest, device=query.device) < bound[:, None]
+        blocks: list[Block] = [
+            (sink_keys[rows, :, : len(stored)], sink_values[rows, :, : len(stored)], stored <= position[:, None]),
+            (recent_keys[rows].index_select(2, slots), recent_values[rows].index_select(2, slots), seen),
+            (
+                Quantized(k_codes[rows, :, :newest], k_affine[rows, :, :newest]),
+                Quantized(v_codes[rows, :, :newest], v_affine[rows, :, :newest]),
+                history,
+            ),
+        ]
+        sinks = None
+        if sink_logits is not None:
+            sinks = sink_logits.float().view(1, query.shape[1], -1).repeat_interleave(queries, 2)
+        output[rows] = attend_blocks(
+            query[rows] / LOG2E,
+            (block for block in blocks if block[2] is not None and block[2].shape[1]),
+            softcap,
+            sinks,
+            None if offset is None else offset[rows],
+        )
+    return output

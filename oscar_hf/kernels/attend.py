@@ -1,0 +1,484 @@
+"""Attention over sink, packed history and recent window in Triton: split over the tokens, then merged.
+
+This is the portable path: any GPU that Triton knows, any head size, group count, softcap and number of queries. A row
+of logits is folded out of the codes, `q . k = scale (q . code) + min sum(q)`, so that only codes meet the tensor
+cores; a quarter of the channels shares each position in a byte, so a row is four small products.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import LOG2E, dependent_launch, device_guard
+
+BLOCK_TOKENS = 64
+MAX_ROWS = 64  # query rows of one program
+WINDOW_SPLIT = 64  # window tokens of one split: they weigh seven times as much as packed ones
+
+
+@triton.jit
+def _level(code, level1, level2, LEVELS: tl.constexpr):
+    """What a 2-bit code stands for, in units of scale: 0, level1, level2, 3."""
+    if LEVELS:
+        return tl.where(code == 0, 0.0, tl.where(code == 1, level1, tl.where(code == 2, level2, 3.0)))
+    else:
+        return code.to(tl.float32)
+
+
+@triton.jit
+def _plane(packed, plane: tl.constexpr, level1, level2, LEVELS: tl.constexpr, DTYPE: tl.constexpr):
+    return _level((packed >> (2 * plane)) & 3, level1, level2, LEVELS).to(DTYPE)
+
+
+@triton.jit
+def _affine(pointer, tokens, inside, GROUPS: tl.constexpr):
+    """Scale and min [N] of rows with one group."""
+    scale = tl.load(pointer + tokens * (2 * GROUPS), mask=inside, other=0.0).to(tl.float32)
+    minimum = tl.load(pointer + tokens * (2 * GROUPS) + 1, mask=inside, other=0.0).to(tl.float32)
+    return scale, minimum
+
+
+@triton.jit
+def _dequantized(
+    packed, affine, tokens, inside, columns, plane: tl.constexpr, level1, level2,
+    QUARTER: tl.constexpr, GROUPS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Values [N, BQ] of one plane, for rows with several groups."""
+    group = (columns + plane * QUARTER) // (4 * QUARTER // GROUPS)
+    place = affine + tokens[:, None] * (2 * GROUPS) + group[None, :] * 2
+    mask = inside[:, None] & (columns < QUARTER)[None, :]
+    scale = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    minimum = tl.load(place + 1, mask=mask, other=0.0).to(tl.float32)
+    return _level((packed >> (2 * plane)) & 3, level1, level2, LEVELS) * scale + minimum
+
+
+@triton.jit
+def _softmax_step(logits, visible, peak, total):
+    """One block of an online softmax in base 2: weights, what the past shrinks by, new peak and total."""
+    logits = tl.where(visible, logits, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(logits, 1))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(logits - base[:, None])
+    shrink = tl.exp2(peak - base)
+    return weights, shrink, new_peak, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def _capped(logits, cap):
+    """`cap tanh(logits / cap)` for logits and cap in base 2."""
+    ratio = logits / cap * 2.8853900817779268  # tanh(x) = 1 - 2 / (2 ** (2 x log2 e) + 1)
+    return cap * (1.0 - 2.0 / (tl.exp2(ratio) + 1.0))
+
+
+@triton.jit(
+    do_not_specialize=["queries", "rows_total", "history", "exact_count", "capacity", "splits", "window_splits"]
+)
+def _attend(
+    query, k_codes, k_affine, v_codes, v_affine, sink_keys, sink_values, recent_keys, recent_values, lengths, floors,
+    offset, partial, stats,
+    queries, rows_total, history, exact_count, softcap, level1, level2,
+    codes_batch, codes_head, codes_token, affine_batch, affine_head, capacity,
+    sink_batch, sink_head, recent_batch, recent_head,
+    recent_tokens, heads, splits, window_splits,
+    SINK: tl.constexpr, RING: tl.constexpr, QUARTER: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, OFFSET: tl.constexpr,
+    LEVELS: tl.constexpr, PRECISE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One split of one block of query rows of one KV head.
+
+    A step (CHUNK false): query `i` of the row's `queries` newest tokens is at `length + i`; it reads the history up to
+    its own bound, the rest from the windows. A chunk: all queries read `history` tokens of it and, causally, the
+    `exact_count` tokens in `recent_keys`, of which the last `queries` are their own.
+    """
+    split, block = tl.program_id(0), tl.program_id(1)
+    batch, head = tl.program_id(2) // heads, tl.program_id(2) % heads
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    batch64, head64 = batch.to(tl.int64), head.to(tl.int64)
+    rows = block * BM + tl.arange(0, BM)
+    columns = tl.arange(0, BQ)
+    in_rows, in_columns = rows < rows_total, columns < QUARTER
+    own = rows % queries
+    if CHUNK:
+        position = exact_count - queries + own
+        bound = tl.zeros_like(own) + history
+        newest = history
+    else:
+        length = tl.load(lengths + batch)
+        floor = tl.load(floors + batch)
+        position = length + own
+        bound = tl.maximum(tl.maximum(floor, position + 1 - SINK - recent_tokens), 0)
+        newest = tl.maximum(tl.maximum(floor, length + queries - SINK - recent_tokens), 0)
+    newest = tl.minimum(newest, capacity)
+
+    q_pointer = query + ((batch64 * heads + head64) * rows_total + rows[:, None]) * (4 * QUARTER) + columns[None, :]
+    q_mask = in_rows[:, None] & in_columns[None, :]
+    q0 = tl.load(q_pointer, mask=q_mask, other=0.0)
+    q1 = tl.load(q_pointer + QUARTER, mask=q_mask, other=0.0)
+    q2 = tl.load(q_pointer + 2 * QUARTER, mask=q_mask, other=0.0)
+    q3 = tl.load(q_pointer + 3 * QUARTER, mask=q_mask, other=0.0)
+    q_sum = tl.sum(q0, 1) + tl.sum(q1, 1) + tl.sum(q2, 1) + tl.sum(q3, 1)
+    q_peak = tl.maximum(
+        tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)),
+        tl.maximum(tl.max(tl.abs(q2), 1), tl.max(tl.abs(q3), 1)),
+    )
+    q_peak = tl.where(q_peak > 0, q_peak, 1.0)  # queries are divided by it: any range fits 16 bits
+    q0, q1, q2, q3 = q0 / q_peak[:, None], q1 / q_peak[:, None], q2 / q_peak[:, None], q3 / q_peak[:, None]
+    CODE: tl.constexpr = tl.float32 if PRECISE else tl.float16
+    PRECISION: tl.constexpr = "ieee" if PRECISE else "tf32"
+    shift = tl.zeros_like(q_sum)
+    if OFFSET:
+        shift = tl.load(offset + (batch64 * heads + head64) * rows_total + rows, mask=in_rows, other=0.0)
+
+    peak = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    bias = tl.zeros([BM], tl.float32)  # sum of weight * min, the same for all channels
+    a0 = tl.zeros([BM, BQ], tl.float32)
+    a1 = tl.zeros([BM, BQ], tl.float32)
+    a2 = tl.zeros([BM, BQ], tl.float32)
+    a3 = tl.zeros([BM, BQ], tl.float32)
+
+    # windows
+    if CHUNK:
+        window_start = 0
+        window_stop = tl.minimum(exact_count, exact_count - queries + tl.max(tl.where(in_rows, own, 0)) + 1)
+    else:
+        span = tl.cdiv(tl.cdiv(SINK + RING, window_splits), BN) * BN
+        window_start = split * span
+        window_stop = tl.minimum(window_start + span, SINK + RING)
+        window_stop = tl.where(split < window_splits, window_stop, window_start)
+    for start in tl.range(window_start, window_stop, BN, num_stages=1):
+        index = start + tl.arange(0, BN)
+        slot = index - SINK
+        if CHUNK:
+            slot = index
+            in_sink = index < 0
+            in_ring = index < exact_count
+            visible = index[None, :] <= position[:, None]
+        else:
+            last = length + queries - 1
+            token = slot + (last - slot) // RING * RING
+            in_sink = (index < SINK) & (index <= last)
+            in_ring = (index >= SINK) & (slot < RING) & (slot <= last) & (token >= SINK)
+            token = tl.where(index < SINK, index, token)
+            late = token[None, :] >= SINK + bound[:, None]
+            visible = (token[None, :] <= position[:, None]) & (late | (index < SINK)[None, :])
+        visible = visible & (in_sink | in_ring)[None, :] & in_rows[:, None]
+        sink_place = batch64 * sink_batch + head64 * sink_head + index.to(tl.int64)[:, None] * (4 * QUARTER)
+        ring_place = batch64 * recent_batch + head64 * recent_head + slot.to(tl.int64)[:, None] * (4 * QUARTER)
+        sink_place += columns[None, :]
+        ring_place += columns[None, :]
+        sink_mask, ring_mask = in_sink[:, None] & in_columns[None, :], in_ring[:, None] & in_columns[None, :]
+        k0 = tl.load(recent_keys + ring_place, mask=ring_mask, other=0.0)
+        k1 = tl.load(recent_keys + ring_place + QUARTER, mask=ring_mask, other=0.0)
+        k2 = tl.load(recent_keys + ring_place + 2 * QUARTER, mask=ring_mask, other=0.0)
+        k3 = tl.load(recent_keys + ring_place + 3 * QUARTER, mask=ring_mask, other=0.0)
+        v0 = tl.load(recent_values + ring_place, mask=ring_mask, other=0.0)
+        v1 = tl.load(recent_values + ring_place + QUARTER, mask=ring_mask, other=0.0)
+        v2 = tl.load(recent_values + ring_place + 2 * QUARTER, mask=ring_mask, other=0.0)
+        v3 = tl.load(recent_values + ring_place + 3 * QUARTER, mask=ring_mask, other=0.0)
+        if not CHUNK:
+            k0 += tl.load(sink_keys + sink_place, mask=sink_mask, other=0.0)
+            k1 += tl.load(sink_keys + sink_place + QUARTER, mask=sink_mask, other=0.0)
+            k2 += tl.load(sink_keys + sink_place + 2 * QUARTER, mask=sink_mask, other=0.0)
+            k3 += tl.load(sink_keys + sink_place + 3 * QUARTER, mask=sink_mask, other=0.0)
+            v0 += tl.load(sink_values + sink_place, mask=sink_mask, other=0.0)
+            v1 += tl.load(sink_values + sink_place + QUARTER, mask=sink_mask, other=0.0)
+            v2 += tl.load(sink_values + sink_place + 2 * QUARTER, mask=sink_mask, other=0.0)
+            v3 += tl.load(sink_values + sink_place + 3 * QUARTER, mask=sink_mask, other=0.0)
+        # 16-bit states are exact in tf32; a chunk's many products are worth the model's own dtype
+        STATE: tl.constexpr = k0.dtype if CHUNK and not PRECISE else tl.float32
+        logits = tl.dot(q0.to(STATE), tl.trans(k0.to(STATE)), input_precision=PRECISION)
+        logits = tl.dot(q1.to(STATE), tl.trans(k1.to(STATE)), logits, input_precision=PRECISION)
+        logits = tl.dot(q2.to(STATE), tl.trans(k2.to(STATE)), logits, input_precision=PRECISION)
+        logits = tl.dot(q3.to(STATE), tl.trans(k3.to(STATE)), logits, input_precision=PRECISION)
+        logits = logits * q_peak[:, None]
+        if OFFSET:
+            logits += shift[:, None]
+        if SOFTCAP:
+            logits = _capped(logits, softcap)
+        weights, shrink, peak, total = _softmax_step(logits, visible, peak, total)
+        weights = weights.to(STATE)
+        bias *= shrink
+        a0 = tl.dot(weights, v0.to(STATE), a0 * shrink[:, None], input_precision=PRECISION)
+        a1 = tl.dot(weights, v1.to(STATE), a1 * shrink[:, None], input_precision=PRECISION)
+        a2 = tl.dot(weights, v2.to(STATE), a2 * shrink[:, None], input_precision=PRECISION)
+        a3 = tl.dot(weights, v3.to(STATE), a3 * shrink[:, None], input_precision=PRECISION)
+
+    # history
+    if CHUNK:
+        first, stop = 0, newest
+    else:
+        span = tl.cdiv(tl.cdiv(newest, splits - window_splits), BN) * BN
+        first = (split - window_splits) * span
+        stop = tl.where(split < window_splits, first, tl.minimum(first + span, newest))
+    codes_place = batch64 * codes_batch + head64 * codes_head
+    affine_place = batch64 * affine_batch + head64 * affine_head
+    for start in range(first, stop, BN):
+        index = start + tl.arange(0, BN)
+        inside = index < newest
+        tokens = index.to(tl.int64)
+        place = codes_place + tokens[:, None] * codes_token + columns[None, :]
+        mask = inside[:, None] & in_columns[None, :]
+        packed = tl.load(k_codes + place, mask=mask, other=0)
+        if GROUPS == 1:
+            c0 = _plane(packed, 0, level1, level2, LEVELS, CODE)
+            c1 = _plane(packed, 1, level1, level2, LEVELS, CODE)
+            c2 = _plane(packed, 2, level1, level2, LEVELS, CODE)
+            c3 = _plane(packed, 3, level1, level2, LEVELS, CODE)
+            logits = tl.dot(q0.to(CODE), tl.trans(c0), input_precision=PRECISION)
+            logits = tl.dot(q1.to(CODE), tl.trans(c1), logits, input_precision=PRECISION)
+            logits = tl.dot(q2.to(CODE), tl.trans(c2), logits, input_precision=PRECISION)
+            logits = tl.dot(q3.to(CODE), tl.trans(c3), logits, input_precision=PRECISION)
+            scale, minimum = _affine(k_affine + affine_place, tokens, inside, GROUPS)
+            logits = logits * q_peak[:, None] * scale[None, :] + q_sum[:, None] * minimum[None, :]
+        else:
+            affine = k_affine + affine_place
+            d0 = _dequantized(packed, affine, tokens, inside, columns, 0, level1, level2, QUARTER, GROUPS, LEVELS)
+            d1 = _dequantized(packed, affine, tokens, inside, columns, 1, level1, level2, QUARTER, GROUPS, LEVELS)
+            d2 = _dequantized(packed, affine, tokens, inside, columns, 2, level1, level2, QUARTER, GROUPS, LEVELS)
+            d3 = _dequantized(packed, affine, tokens, inside, columns, 3, level1, level2, QUARTER, GROUPS, LEVELS)
+            logits = tl.dot(q0, tl.trans(d0), input_precision=PRECISION)
+            logits = tl.dot(q1, tl.trans(d1), logits, input_precision=PRECISION)
+            logits = tl.dot(q2, tl.trans(d2), logits, input_precision=PRECISION)
+            logits = tl.dot(q3, tl.trans(d3), logits, input_precision=PRECISION)
+            logits = logits * q_peak[:, None]
+        if OFFSET:
+            logits += shift[:, None]
+        if SOFTCAP:
+            logits = _capped(logits, softcap)
+        visible = (index[None, :] < bound[:, None]) & inside[None, :] & in_rows[:, None]
+        weights, shrink, peak, total = _softmax_step(logits, visible, peak, total)
+        packed = tl.load(v_codes + place, mask=mask, other=0)
+        bias *= shrink
+        a0, a1, a2, a3 = a0 * shrink[:, None], a1 * shrink[:, None], a2 * shrink[:, None], a3 * shrink[:, None]
+        if GROUPS == 1:
+            scale, minimum = _affine(v_affine + affine_place, tokens, inside, GROUPS)
+            bias += tl.sum(weights * minimum[None, :], 1)
+            largest = tl.max(tl.abs(scale), 0)
+            largest = tl.where(largest > 0, largest, 1.0)
+            weights = (weights * (scale / largest)[None, :]).to(CODE)
+            c0 = _plane(packed, 0, level1, level2, LEVELS, CODE)
+            c1 = _plane(packed, 1, level1, level2, LEVELS, CODE)
+            c2 = _plane(packed, 2, level1, level2, LEVELS, CODE)
+            c3 = _plane(packed, 3, level1, level2, LEVELS, CODE)
+            a0 += tl.dot(weights, c0, input_precision=PRECISION) * largest
+            a1 += tl.dot(weights, c1, input_precision=PRECISION) * largest
+            a2 += tl.dot(weights, c2, input_precision=PRECISION) * largest
+            a3 += tl.dot(weights, c3, input_precision=PRECISION) * largest
+        else:
+            affine = v_affine + affine_place
+            d0 = _dequantized(packed, affine, tokens, inside, columns, 0, level1, level2, QUARTER, GROUPS, LEVELS)
+            d1 = _dequantized(packed, affine, tokens, inside, columns, 1, level1, level2, QUARTER, GROUPS, LEVELS)
+            d2 = _dequantized(packed, affine, tokens, inside, columns, 2, level1, level2, QUARTER, GROUPS, LEVELS)
+            d3 = _dequantized(packed, affine, tokens, inside, columns, 3, level1, level2, QUARTER, GROUPS, LEVELS)
+            a0 = tl.dot(weights, d0, a0, input_precision=PRECISION)
+            a1 = tl.dot(weights, d1, a1, input_precision=PRECISION)
+            a2 = tl.dot(weights, d2, a2, input_precision=PRECISION)
+            a3 = tl.dot(weights, d3, a3, input_precision=PRECISION)
+
+    out_row = ((batch64 * heads + head64) * splits + split) * rows_total + rows
+    out = partial + out_row[:, None] * (4 * QUARTER) + columns[None, :]
+    tl.store(out, a0 + bias[:, None], mask=q_mask)
+    tl.store(out + QUARTER, a1 + bias[:, None], mask=q_mask)
+    tl.store(out + 2 * QUARTER, a2 + bias[:, None], mask=q_mask)
+    tl.store(out + 3 * QUARTER, a3 + bias[:, None], mask=q_mask)
+    tl.store(stats + out_row * 2, peak, mask=in_rows)
+    tl.store(stats + out_row * 2 + 1, total, mask=in_rows)
+
+
+@triton.jit(do_not_specialize=["queries", "rows_total", "splits"])
+def _merge(
+    partial, stats, sink_logits, v_rotation, output, lengths, seen, queries, rows_total, splits, group, heads,
+    rotation_batch, rotation_head, out_batch, out_token, out_head,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, BS: tl.constexpr, SINKS: tl.constexpr, ROTATE: tl.constexpr,
+    COUNT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One query row of one KV head, or some of its channels: weigh the splits, undo the value rotation, count."""
+    row, pair, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, head = pair // heads, pair % heads
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    columns = part * BLOCK + tl.arange(0, BLOCK)
+    in_columns = columns < SIZE
+    steps = tl.arange(0, BS)
+    base = (pair.to(tl.int64) * splits) * rows_total + row
+    peak = tl.full([BS], float("-inf"), tl.float32)
+    for start in range(0, splits, BS):
+        place = stats + (base + (start + steps).to(tl.int64) * rows_total) * 2
+        peak = tl.maximum(peak, tl.load(place, mask=start + steps < splits, other=float("-inf")))
+    highest = tl.max(peak, 0)
+    if SINKS:
+        sink = tl.load(sink_logits + head * group + row // queries).to(tl.float32) * 1.4426950408889634
+        highest = tl.maximum(highest, sink)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.zeros([BS], tl.float32)
+    result = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, splits, BS):
+        split = (start + steps).to(tl.int64)
+        inside = start + steps < splits
+        place = base + split * rows_total
+        weight = tl.exp2(tl.load(stats + place * 2, mask=inside, other=float("-inf")) - highest)
+        total += weight * tl.load(stats + place * 2 + 1, mask=inside, other=0.0)
+        values = tl.load(
+            partial + place[:, None] * SIZE + columns[None, :], mask=inside[:, None] & in_columns[None, :], other=0.0
+        )
+        result += tl.sum(values * weight[:, None], 0)
+    denominator = tl.sum(total, 0)
+    if SINKS:
+        denominator += tl.exp2(sink - highest)
+    result = result / tl.where(denominator == 0, 1.0, denominator)
+    if ROTATE:  # v = stored v_rotation': one output channel is a row of v_rotation times the result
+        rotation = v_rotation + batch.to(tl.int64) * rotation_batch + head * rotation_head
+        outputs = tl.arange(0, BLOCK)
+        matrix = tl.load(
+            rotation + outputs[:, None] * SIZE + columns[None, :],
+            mask=(outputs < SIZE)[:, None] & in_columns[None, :],
+            other=0.0,
+        )
+        result = tl.sum(matrix * result[None, :], 1)
+    place = batch.to(tl.int64) * out_batch + (row % queries).to(tl.int64) * out_token
+    place += (head * group + row // queries).to(tl.int64) * out_head
+    tl.store(output + place + columns, result.to(output.dtype.element_ty), mask=in_columns)
+    if COUNT:
+        if (row == 0) & (head == 0) & (part == 0):
+            tl.store(lengths + batch, tl.load(lengths + batch) + queries)
+            if batch == 0:
+                tl.store(seen, tl.load(seen) + queries)
+
+
+def _block(rows: int) -> int:
+    return min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
+
+
+def step_splits(batch: int, heads: int, capacity: int, windows: int, device: torch.device) -> tuple[int, int]:
+    """How many splits a step has, and how many of them are for the windows; depends on shapes alone."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    wanted = max(1, processors * 6 // (batch * heads))
+    window_splits = -(-windows // WINDOW_SPLIT) if wanted > 4 else 1
+    return window_splits + max(1, min(wanted, -(-capacity // 256))), window_splits
+
+
+def attend_split(
+    query: Tensor,
+    k_codes: Tensor,
+    k_affine: Tensor,
+    v_codes: Tensor,
+    v_affine: Tensor,
+    sink_keys: Tensor,
+    sink_values: Tensor,
+    recent_keys: Tensor,
+    recent_values: Tensor,
+    lengths: Tensor | None,
+    floors: Tensor | None,
+    *,
+    queries: int,
+    splits: int,
+    window_splits: int,
+    recent_tokens: int = 0,
+    history: int = 0,
+    softcap: float | None = None,
+    offset: Tensor | None = None,
+    levels: tuple[float, float] | None = None,
+    launch_pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Partial attention of each split.
+
+    Args:
+        query: [B, H_kv, M, D] float32, rotated, times scaling and log2(e); row `g * queries + i`.
+        k_codes: [B, H_kv, C, D/4] uint8; v_codes, k_affine and v_affine ([B, H_kv, C, groups, 2]) likewise.
+        v_codes: as k_codes.
+        k_affine: scale and min of the keys.
+        v_affine: the same of the values.
+        sink_keys: [B, H_kv, sink, D]; sink_values the same. Not read for a chunk.
+        sink_values: as sink_keys.
+        recent_keys: [B, H_kv, R, D], the ring; for a chunk (`lengths` None) all exact keys in order, the queries' own
+            last.
+        recent_values: as recent_keys.
+        lengths: [B] int32, tokens before this step.
+        floors: [B] int32, tokens that are in the history whatever the window says.
+        queries: new tokens.
+        splits: programs that share one head's tokens.
+        window_splits: how many of them read the windows.
+        recent_tokens: of the window, the newest query's included.
+        history: for a chunk: tokens of the history that all queries see.
+        softcap: as in `reference.attend_blocks`.
+        offset: [B, H_kv, M] float32, added to the logits, in base 2.
+        levels: what codes 1 and 2 stand for, of 0 to 3; None: 1 and 2.
+        launch_pdl: launch while the kernel before still runs.
+
+    Returns:
+        tuple: sums [B, H_kv, splits, M, D] float32 of weights times values, and [B, H_kv, splits, M, 2], the largest
+        logit and the sum of the weights, in base 2.
+    """
+    batch, heads, rows, size = query.shape
+    chunk = lengths is None
+    partial = query.new_empty(batch, heads, splits, rows, size)
+    stats = query.new_empty(batch, heads, splits, rows, 2)
+    block = _block(rows)
+    quarter = size // 4
+    level1, level2 = levels or (1.0, 2.0)
+    precise = recent_keys.dtype == torch.float32
+    with device_guard(query):
+        _attend[(splits, triton.cdiv(rows, block), batch * heads)](
+            query, k_codes, k_affine, v_codes, v_affine, sink_keys, sink_values, recent_keys, recent_values,
+            lengths, floors, offset, partial, stats,
+            queries, rows, history, recent_keys.shape[2], (softcap or 0.0) * LOG2E, level1, level2,
+            k_codes.stride(0), k_codes.stride(1), k_codes.stride(2), k_affine.stride(0), k_affine.stride(1),
+            k_codes.shape[2], sink_keys.stride(0), sink_keys.stride(1), recent_keys.stride(0), recent_keys.stride(1),
+            recent_tokens, heads, splits, window_splits,
+            SINK=sink_keys.shape[2], RING=1 if chunk else recent_keys.shape[2], QUARTER=quarter,
+            BQ=max(16, triton.next_power_of_2(quarter)), BM=block, BN=BLOCK_TOKENS if size <= 128 and not precise else 32,
+            GROUPS=k_affine.shape[3], CHUNK=chunk, SOFTCAP=softcap is not None, OFFSET=offset is not None,
+            LEVELS=levels is not None, PRECISE=precise, PDL=launch_pdl,
+            num_warps=4, num_stages=2, **dependent_launch(launch_pdl),
+        )  # fmt: skip
+    return partial, stats
+
+
+def merge(
+    partial: Tensor,
+    stats: Tensor,
+    output: Tensor,
+    *,
+    queries: int,
+    sink_logits: Tensor | None = None,
+    v_rotation: Tensor | None = None,
+    lengths: Tensor | None = None,
+    seen: Tensor | None = None,
+    launch_pdl: bool = False,
+) -> None:
+    """Put the splits together.
+
+    Args:
+        partial: from `attend_split`.
+        stats: from `attend_split`.
+        output: [B, queries, H_q, D], any strides but contiguous channels; written.
+        queries: new tokens.
+        sink_logits: [H_q], one more logit a head whose value is zero.
+        v_rotation: float32 [D, D], [H_kv, D, D] or [B, H_kv, D, D], undone here; None: nothing to undo.
+        lengths: [B] int32 and `seen` [] int64, to which `queries` is added; None: not counted.
+        seen: as lengths.
+        launch_pdl: launch while the kernel before still runs.
+    """
+    batch, heads, splits, rows, size = partial.shape
+    whole = triton.next_power_of_2(size)
+    block = whole if v_rotation is not None else min(32, whole)
+    rotation_strides = (0, 0)
+    if v_rotation is not None:
+        expanded = v_rotation.expand(batch, heads, size, size)
+        rotation_strides = (expanded.stride(0), expanded.stride(1))
+    with device_guard(partial):
+        _merge[(rows, batch * heads, triton.cdiv(size, block))](
+            partial, stats, sink_logits, v_rotation, output, lengths, seen, queries, rows, splits, rows // queries,
+            heads, *rotation_strides, output.stride(0), output.stride(1), output.stride(2),
+            SIZE=size, BLOCK=block, BS=min(128 if block <= 32 else 16, max(2, triton.next_power_of_2(splits))),
+            SINKS=sink_logits is not None,
+            ROTATE=v_rotation is not None, COUNT=lengths is not None, PDL=launch_pdl,
+            num_warps=4, **dependent_launch(launch_pdl),
+        )  # fmt: skip

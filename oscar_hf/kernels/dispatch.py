@@ -1,0 +1,271 @@
+"""Which kernel runs, and what the compiler has to know of a decode step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .launch import LOG2E
+from .reference_write import quantize_into_reference, rotate_and_append_reference
+
+try:
+    from . import attend
+    from . import quantize as quantize_module
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+ON_CPU = False
+"""Set by tests, with Triton's interpreter: kernels take tensors on the CPU too."""
+
+
+def available(tensor: Tensor) -> bool:
+    """Whether Triton kernels run where this tensor is."""
+    return HAS_TRITON and (tensor.device.type == "cuda" or ON_CPU)
+
+
+def quantize_into(rows: Tensor, codes: Tensor, affine: Tensor, *, clip: float, scale_rule: str) -> None:
+    """Quantise rows [b, H_kv, n, D] into codes [b, H_kv, n, D/4] and affine [b, H_kv, n, groups, 2]."""
+    write = quantize_module.quantize_into if available(rows) else quantize_into_reference
+    write(rows, codes, affine, 0, clip=clip, scale_rule=scale_rule)
+
+
+def write_chunk(
+    keys: Tensor,
+    values: Tensor,
+    sink_keys: Tensor,
+    sink_values: Tensor,
+    recent_keys: Tensor,
+    recent_values: Tensor,
+    k_codes: Tensor,
+    k_affine: Tensor,
+    v_codes: Tensor,
+    v_affine: Tensor,
+    **settings: Any,
+) -> None:
+    """Rotate and store a chunk in one launch; on a GPU. See `quantize.write_chunk`."""
+    quantize_module.write_chunk(
+        keys,
+        values,
+        sink_keys=sink_keys,
+        sink_values=sink_values,
+        recent_keys=recent_keys,
+        recent_values=recent_values,
+        k_codes=k_codes,
+        k_affine=k_affine,
+        v_codes=v_codes,
+        v_affine=v_affine,
+        **settings,
+    )
+
+
+def attend_history(
+    query: Tensor,
+    history: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    output: Tensor,
+    *,
+    tokens: int,
+    scaling: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    offset: Tensor | None,
+    v_rotation: Tensor | None,
+) -> None:
+    """Attention of a chunk's queries to a quantised history, unpacked as it is read, and to exact tokens; on a GPU.
+
+    Args:
+        query: [b, H_kv, G n, D] float32, rotated; row `g * n + i`.
+        history: codes and affine of keys, then of values, [b, H_kv, capacity, ...].
+        exact: keys and values [b, H_kv, E, D], in order, the last `n` the queries' own.
+        output: [b, n, H_q, D]; written.
+        tokens: of the history, seen by all queries.
+        scaling: factor on the logits.
+        softcap: as in `reference.attend_blocks`.
+        sink_logits: [H_q].
+        offset: [b, H_kv, G n] float32, added to the logits.
+        v_rotation: undone on the output; None: nothing to undo.
+    """
+    queries = output.shape[1]
+    partial, stats = attend.attend_split(
+        query * (scaling * LOG2E),
+        *history,
+        *exact,
+        *exact,
+        None,
+        None,
+        queries=queries,
+        splits=1,
+        window_splits=0,
+        history=tokens,
+        softcap=softcap,
+        offset=None if offset is None else offset * LOG2E,
+    )
+    attend.merge(partial, stats, output, queries=queries, sink_logits=sink_logits, v_rotation=v_rotation)
+
+
+def step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_mean: Tensor | None,
+    k_rotation: Tensor,
+    q_rotation: Tensor,
+    v_rotation: Tensor | None,
+    sink_keys: Tensor,
+    sink_values: Tensor,
+    recent_keys: Tensor,
+    recent_values: Tensor,
+    k_codes: Tensor,
+    k_affine: Tensor,
+    v_codes: Tensor,
+    v_affine: Tensor,
+    lengths: Tensor,
+    floors: Tensor,
+    seen: Tensor,
+    recent_tokens: int,
+    scaling: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    k_clip: float,
+    v_clip: float,
+    scale_rule: str,
+) -> Tensor:
+    """Store a few tokens a row and attend, as if they had come one by one; counts them in `lengths` and `seen`.
+
+    Args:
+        query: [B, H_q, n, D] in the model's basis.
+        key: [B, H_kv, n, D].
+        value: the same.
+        k_mean: [H_kv, D] float32, taken off the keys, or None.
+        k_rotation: float32 [D, D] or [H_kv, D, D]; `q_rotation` and `v_rotation` (None: absorbed) likewise.
+        q_rotation: as k_rotation.
+        v_rotation: as k_rotation.
+        sink_keys: [B, H_kv, sink, D]; written.
+        sink_values: the same.
+        recent_keys: [B, H_kv, ring, D]; written.
+        recent_values: the same.
+        k_codes: [B, H_kv, C, D/4] uint8; written.
+        k_affine: [B, H_kv, C, groups, 2]; written.
+        v_codes: as k_codes.
+        v_affine: as k_affine.
+        lengths: [B] int32, tokens of each row; written.
+        floors: [B] int32, tokens that are in the history whatever the window says.
+        seen: [] int64, columns of the cache; written.
+        recent_tokens: of the window.
+        scaling: factor on the logits.
+        softcap: as in `reference.attend_blocks`.
+        sink_logits: [H_q].
+        k_clip: as in OscarConfig; `v_clip` and `scale_rule` too.
+        v_clip: as k_clip.
+        scale_rule: as k_clip.
+
+    Returns:
+        Tensor: [B, n, H_q, D] in the query's dtype.
+    """
+    windows = (sink_keys, sink_values, recent_keys, recent_values)
+    history = (k_codes, k_affine, v_codes, v_affine)
+    batch, heads, queries, size = query.shape
+    offset = None
+    if k_mean is not None and (softcap is not None or sink_logits is not None):
+        grouped = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3).float()  # [B, H_kv, G n, D]
+        offset = (grouped @ k_mean.unsqueeze(-1)).squeeze(-1) * scaling
+    output = query.new_empty(batch, queries, heads, size)
+    append = quantize_module.rotate_and_append if available(query) else rotate_and_append_reference
+    rotated = append(
+        query,
+        key,
+        value,
+        k_mean=k_mean,
+        k_rotation=k_rotation,
+        q_rotation=q_rotation,
+        v_rotation=v_rotation,
+        sink_keys=sink_keys,
+        sink_values=sink_values,
+        recent_keys=recent_keys,
+        recent_values=recent_values,
+        k_codes=k_codes,
+        k_affine=k_affine,
+        v_codes=v_codes,
+        v_affine=v_affine,
+        lengths=lengths,
+        floors=floors,
+        recent=recent_tokens,
+        scaling=scaling,
+        k_clip=k_clip,
+        v_clip=v_clip,
+        scale_rule=scale_rule,
+    )
+    if not available(query):
+        result = reference.attend_step(
+            rotated,
+            *history,
+            *windows,
+            lengths,
+            floors,
+            queries=queries,
+            recent_tokens=recent_tokens,
+            softcap=softcap,
+            sink_logits=sink_logits,
+            offset=offset,
+        )
+        if v_rotation is not None:
+            result = result @ v_rotation.mT
+        output.copy_(result.unflatten(2, (-1, queries)).flatten(1, 2).transpose(1, 2))
+        lengths += queries
+        seen += queries
+        return output
+    tokens = sink_keys.shape[2] + recent_keys.shape[2]
+    splits, window_splits = attend.step_splits(batch, key.shape[1], k_codes.shape[2], tokens, query.device)
+    partial, stats = attend.attend_split(
+        rotated,
+        *history,
+        *windows,
+        lengths,
+        floors,
+        queries=queries,
+        splits=splits,
+        window_splits=window_splits,
+        recent_tokens=recent_tokens,
+        softcap=softcap,
+        offset=None if offset is None else offset * LOG2E,
+    )
+    attend.merge(
+        partial,
+        stats,
+        output,
+        queries=queries,
+        sink_logits=sink_logits,
+        v_rotation=v_rotation,
+        lengths=lengths,
+        seen=seen,
+    )
+    return output
+
+
+step_op = torch.library.custom_op(
+    "oscar_hf::step",
+    step,
+    mutates_args=(
+        "sink_keys",
+        "sink_values",
+        "recent_keys",
+        "recent_values",
+        "k_codes",
+        "k_affine",
+        "v_codes",
+        "v_affine",
+        "lengths",
+        "seen",
+    ),
+)
+
+
+@step_op.register_fake
+def _(query: Tensor, *args: object) -> Tensor:
+    batch, heads, queries, size = query.shape
+    return query.new_empty(batch, queries, heads, size)
