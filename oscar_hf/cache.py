@@ -99,11 +99,13 @@ class OscarQuantizedCache(Cache):
             if layer.fixed:
                 if layer.leader is None:
                     layer.check_room(key_states.shape[2])
-            elif layer.leader is not None and layer.seen != layer.leader.seen - key_states.shape[2]:
-                raise RuntimeError(
-                    f"Layer {layer_idx} holds {layer.seen} tokens where {layer.leader.seen - key_states.shape[2]} were "
-                    "expected: an earlier forward failed halfway. Call cache.reset() and start over."
-                )
+            elif layer.leader is not None:
+                expected = layer.leader.seen - key_states.shape[2]
+                if layer.seen != expected:
+                    raise RuntimeError(
+                        f"Layer {layer_idx} holds {layer.seen} tokens where {expected} were expected: an earlier "
+                        "forward failed halfway. Call cache.reset() and start over."
+                    )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
@@ -136,7 +138,7 @@ class OscarQuantizedCache(Cache):
         """Raise ValueError unless a prompt continues what is stored, and there is room.
 
         Args:
-            prompt: the whole prompt's padding mask [B, n], or its number of tokens; -1 if unknown.
+            prompt: the whole prompt's padding mask [B, n], or its number of tokens without padding; -1 if unknown.
             total: tokens that will have to fit; -1 if unknown.
         """
         first = self.oscar_layers[0]
@@ -146,8 +148,9 @@ class OscarQuantizedCache(Cache):
                 f"This cache holds {seen} tokens, but the prompt has {length}: it was filled by another prompt. "
                 "Pass the whole conversation, or a new cache, or call cache.reset()."
             )
-        if seen and isinstance(prompt, Tensor) and first.fixed:  # its attention masks show new columns only
-            first.check_columns(prompt[:, :seen].to(torch.bool))
+        if seen and length >= 0 and first.fixed:  # its attention masks show new columns only
+            mask = torch.ones(first.batch_size, length) if isinstance(prompt, int) else prompt
+            first.check_columns(mask[:, :seen].to(first.tiers.like.device, torch.bool))
         if total >= 0:
             first.check_room(total - seen)
 

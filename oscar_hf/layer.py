@@ -115,7 +115,10 @@ class OscarLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take new keys and values [B, H_kv, n, D], after RoPE. See the class for what comes back."""
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            if not self._started:
+                raise ValueError("Run the prompt without torch.compile: only decode steps compile.")
+        else:
             self._check(key_states, value_states)
         if self.fused:
             self._staged = True
@@ -233,10 +236,10 @@ class OscarLayer(CacheLayerMixin):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, logits: Logits
     ) -> Tensor:
         """A decode step without a look at the device."""
-        if not self.fixed or not self.is_initialized or mask is not None or not can_step(self.tiers, key.shape[2]):
+        if not self.fixed or mask is not None or not can_step(self.tiers, key.shape[2]):
             raise ValueError(
-                "Only decode steps compile: make the cache with max_cache_len, run the prompt without torch.compile, "
-                f"then up to {self.config.rollback} tokens a call, none of them padding."
+                "Only decode steps compile: make the cache with max_cache_len, and pass up to "
+                f"{self.config.rollback} tokens a call, none of them padding (attention_mask=None)."
             )
         output = attend_step(self.tiers, self.transform, query, key, value, logits)
         self._staged = False

@@ -21,7 +21,8 @@ class CacheMemory:
         recent: bytes of the recent window.
         history: bytes of the quantised history, scales and mins included.
         slack: bytes of the history's buffers that hold no token yet.
-        other: bytes of layers that OSCAR does not quantise (sliding windows, linear attention), of padding masks and of token counts.
+        other: bytes of layers that OSCAR does not quantise (sliding windows, linear attention), of padding masks and
+            of token counts.
         history_elements: keys and values in the history; `8 * history / history_elements` are the bits of each.
         elements: keys and values in all quantised layers.
         dense: bytes that the quantised layers' tokens would take unquantised.

@@ -110,7 +110,7 @@ def test_padding_in_a_model_with_linear_layers() -> None:
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 319, 320, 321, 1000])
 def test_fused_dense_and_unpatched_agree(length: int, batch: int, padded: bool) -> None:
     model = tiny_model("qwen2")
-    # dense keys are the same for all of a chunk's queries; oscar attention takes a chunk of 32 or fewer as single steps
+    # dense keys are the same for all queries of a chunk; oscar attention takes 32 tokens or fewer as single steps
     ids, chunks = tokens(batch, length + 35), [length, 33, 1, 1]
     mask = torch.ones_like(ids)
     if padded:

@@ -12,25 +12,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import LOG2E, dependent_launch, device_guard
+from .launch import LOG2E, dependent_launch, device_guard, processors
 
 BLOCK_TOKENS = 64
+WARPS = 4
 MAX_ROWS = 64  # query rows of one program
+PROGRAMS = 6  # that a multiprocessor holds at once, about
 WINDOW_SPLIT = 64  # window tokens of one split: they weigh seven times as much as packed ones
 
 
 @triton.jit
-def _level(code, level1, level2, LEVELS: tl.constexpr):
-    """What a 2-bit code stands for, in units of scale: 0, level1, level2, 3."""
-    if LEVELS:
-        return tl.where(code == 0, 0.0, tl.where(code == 1, level1, tl.where(code == 2, level2, 3.0)))
+def _plane(packed, plane: tl.constexpr, level1, level2, LEVELS: tl.constexpr, PRECISE: tl.constexpr):
+    """Codes of one plane as they meet the tensor cores: levels in units of scale.
+
+    Evenly spaced ones need no conversion: two bits are a float16 subnormal as they lie, `code 4^plane 2^-24` exactly,
+    and the factor goes into queries and results.
+    """
+    if LEVELS or PRECISE:
+        return _value((packed >> (2 * plane)) & 3, level1, level2, LEVELS).to(tl.float32 if PRECISE else tl.float16)
     else:
-        return code.to(tl.float32)
+        return (packed & (3 << (2 * plane))).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def _plane(packed, plane: tl.constexpr, level1, level2, LEVELS: tl.constexpr, DTYPE: tl.constexpr):
-    return _level((packed >> (2 * plane)) & 3, level1, level2, LEVELS).to(DTYPE)
+def _value(code, level1, level2, LEVELS: tl.constexpr):
+    """What a 2-bit code stands for in units of scale, float32: 0, level1, level2, 3."""
+    if LEVELS:
+        return tl.where(code == 0, 0.0, tl.where(code == 1, level1, tl.where(code == 2, level2, 3.0)))
+    else:  # quicker than a conversion: the code in the last bits of 2^23
+        return (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
 @triton.jit
@@ -52,7 +62,7 @@ def _dequantized(
     mask = inside[:, None] & (columns < QUARTER)[None, :]
     scale = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     minimum = tl.load(place + 1, mask=mask, other=0.0).to(tl.float32)
-    return _level((packed >> (2 * plane)) & 3, level1, level2, LEVELS) * scale + minimum
+    return _value((packed >> (2 * plane)) & 3, level1, level2, LEVELS) * scale + minimum
 
 
 @triton.jit
@@ -129,6 +139,8 @@ def _attend(
     q_peak = tl.where(q_peak > 0, q_peak, 1.0)  # queries are divided by it: any range fits 16 bits
     q0, q1, q2, q3 = q0 / q_peak[:, None], q1 / q_peak[:, None], q2 / q_peak[:, None], q3 / q_peak[:, None]
     CODE: tl.constexpr = tl.float32 if PRECISE else tl.float16
+    SPAN: tl.constexpr = 1.0 if LEVELS or PRECISE else 16777216.0  # float16 subnormals: see `_plane`
+    STEP: tl.constexpr = 1.0 if LEVELS or PRECISE else 0.25
     PRECISION: tl.constexpr = "ieee" if PRECISE else "tf32"
     shift = tl.zeros_like(q_sum)
     if OFFSET:
@@ -226,16 +238,16 @@ def _attend(
         mask = inside[:, None] & in_columns[None, :]
         packed = tl.load(k_codes + place, mask=mask, other=0)
         if GROUPS == 1:
-            c0 = _plane(packed, 0, level1, level2, LEVELS, CODE)
-            c1 = _plane(packed, 1, level1, level2, LEVELS, CODE)
-            c2 = _plane(packed, 2, level1, level2, LEVELS, CODE)
-            c3 = _plane(packed, 3, level1, level2, LEVELS, CODE)
+            c0 = _plane(packed, 0, level1, level2, LEVELS, PRECISE)
+            c1 = _plane(packed, 1, level1, level2, LEVELS, PRECISE)
+            c2 = _plane(packed, 2, level1, level2, LEVELS, PRECISE)
+            c3 = _plane(packed, 3, level1, level2, LEVELS, PRECISE)
             logits = tl.dot(q0.to(CODE), tl.trans(c0), input_precision=PRECISION)
-            logits = tl.dot(q1.to(CODE), tl.trans(c1), logits, input_precision=PRECISION)
-            logits = tl.dot(q2.to(CODE), tl.trans(c2), logits, input_precision=PRECISION)
-            logits = tl.dot(q3.to(CODE), tl.trans(c3), logits, input_precision=PRECISION)
+            logits = tl.dot((q1 * STEP).to(CODE), tl.trans(c1), logits, input_precision=PRECISION)
+            logits = tl.dot((q2 * (STEP * STEP)).to(CODE), tl.trans(c2), logits, input_precision=PRECISION)
+            logits = tl.dot((q3 * (STEP * STEP * STEP)).to(CODE), tl.trans(c3), logits, input_precision=PRECISION)
             scale, minimum = _affine(k_affine + affine_place, tokens, inside, GROUPS)
-            logits = logits * q_peak[:, None] * scale[None, :] + q_sum[:, None] * minimum[None, :]
+            logits = logits * (q_peak * SPAN)[:, None] * scale[None, :] + q_sum[:, None] * minimum[None, :]
         else:
             affine = k_affine + affine_place
             d0 = _dequantized(packed, affine, tokens, inside, columns, 0, level1, level2, QUARTER, GROUPS, LEVELS)
@@ -262,14 +274,15 @@ def _attend(
             largest = tl.max(tl.abs(scale), 0)
             largest = tl.where(largest > 0, largest, 1.0)
             weights = (weights * (scale / largest)[None, :]).to(CODE)
-            c0 = _plane(packed, 0, level1, level2, LEVELS, CODE)
-            c1 = _plane(packed, 1, level1, level2, LEVELS, CODE)
-            c2 = _plane(packed, 2, level1, level2, LEVELS, CODE)
-            c3 = _plane(packed, 3, level1, level2, LEVELS, CODE)
+            c0 = _plane(packed, 0, level1, level2, LEVELS, PRECISE)
+            c1 = _plane(packed, 1, level1, level2, LEVELS, PRECISE)
+            c2 = _plane(packed, 2, level1, level2, LEVELS, PRECISE)
+            c3 = _plane(packed, 3, level1, level2, LEVELS, PRECISE)
+            largest *= SPAN
             a0 += tl.dot(weights, c0, input_precision=PRECISION) * largest
-            a1 += tl.dot(weights, c1, input_precision=PRECISION) * largest
-            a2 += tl.dot(weights, c2, input_precision=PRECISION) * largest
-            a3 += tl.dot(weights, c3, input_precision=PRECISION) * largest
+            a1 += tl.dot(weights, c1, input_precision=PRECISION) * (largest * STEP)
+            a2 += tl.dot(weights, c2, input_precision=PRECISION) * (largest * (STEP * STEP))
+            a3 += tl.dot(weights, c3, input_precision=PRECISION) * (largest * (STEP * STEP * STEP))
         else:
             affine = v_affine + affine_place
             d0 = _dequantized(packed, affine, tokens, inside, columns, 0, level1, level2, QUARTER, GROUPS, LEVELS)
@@ -345,7 +358,7 @@ def _merge(
     place = batch.to(tl.int64) * out_batch + (row % queries).to(tl.int64) * out_token
     place += (head * group + row // queries).to(tl.int64) * out_head
     tl.store(output + place + columns, result.to(output.dtype.element_ty), mask=in_columns)
-    if COUNT:
+    if COUNT:  # noqa: SIM102 (a constant and a value)
         if (row == 0) & (head == 0) & (part == 0):
             tl.store(lengths + batch, tl.load(lengths + batch) + queries)
             if batch == 0:
@@ -358,8 +371,7 @@ def _block(rows: int) -> int:
 
 def step_splits(batch: int, heads: int, capacity: int, windows: int, device: torch.device) -> tuple[int, int]:
     """How many splits a step has, and how many of them are for the windows; depends on shapes alone."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    wanted = max(1, processors * 6 // (batch * heads))
+    wanted = max(1, processors(device) * PROGRAMS // (batch * heads))
     window_splits = -(-windows // WINDOW_SPLIT) if wanted > 4 else 1
     return window_splits + max(1, min(wanted, -(-capacity // 256))), window_splits
 
@@ -378,8 +390,8 @@ def attend_split(
     floors: Tensor | None,
     *,
     queries: int,
-    splits: int,
-    window_splits: int,
+    splits: int | None = None,
+    window_splits: int = 0,
     recent_tokens: int = 0,
     history: int = 0,
     softcap: float | None = None,
@@ -403,7 +415,7 @@ def attend_split(
         lengths: [B] int32, tokens before this step.
         floors: [B] int32, tokens that are in the history whatever the window says.
         queries: new tokens.
-        splits: programs that share one head's tokens.
+        splits: programs that share one head's tokens, 1 for a chunk. None: as the shapes suggest.
         window_splits: how many of them read the windows.
         recent_tokens: of the window, the newest query's included.
         history: for a chunk: tokens of the history that all queries see.
@@ -418,6 +430,9 @@ def attend_split(
     """
     batch, heads, rows, size = query.shape
     chunk = lengths is None
+    if splits is None:
+        windows = sink_keys.shape[2] + recent_keys.shape[2]
+        splits, window_splits = step_splits(batch, heads, k_codes.shape[2], windows, query.device)
     partial = query.new_empty(batch, heads, splits, rows, size)
     stats = query.new_empty(batch, heads, splits, rows, 2)
     block = _block(rows)
@@ -433,10 +448,11 @@ def attend_split(
             k_codes.shape[2], sink_keys.stride(0), sink_keys.stride(1), recent_keys.stride(0), recent_keys.stride(1),
             recent_tokens, heads, splits, window_splits,
             SINK=sink_keys.shape[2], RING=1 if chunk else recent_keys.shape[2], QUARTER=quarter,
-            BQ=max(16, triton.next_power_of_2(quarter)), BM=block, BN=BLOCK_TOKENS if size <= 128 and not precise else 32,
+            BQ=max(16, triton.next_power_of_2(quarter)), BM=block,
+            BN=BLOCK_TOKENS if size <= 128 and not precise else 32,
             GROUPS=k_affine.shape[3], CHUNK=chunk, SOFTCAP=softcap is not None, OFFSET=offset is not None,
             LEVELS=levels is not None, PRECISE=precise, PDL=launch_pdl,
-            num_warps=4, num_stages=2, **dependent_launch(launch_pdl),
+            num_warps=WARPS, num_stages=2, **dependent_launch(launch_pdl),
         )  # fmt: skip
     return partial, stats
 

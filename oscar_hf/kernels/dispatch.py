@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .launch import LOG2E
+from .launch import LOG2E, dependent_launches
 from .reference_write import quantize_into_reference, rotate_and_append_reference
 
 try:
-    from . import attend
+    from . import attend, decode
     from . import quantize as quantize_module
 
     HAS_TRITON = True
@@ -175,7 +175,9 @@ def step(
         grouped = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3).float()  # [B, H_kv, G n, D]
         offset = (grouped @ k_mean.unsqueeze(-1)).squeeze(-1) * scaling
     output = query.new_empty(batch, queries, heads, size)
-    append = quantize_module.rotate_and_append if available(query) else rotate_and_append_reference
+    on_gpu = available(query)
+    append = quantize_module.rotate_and_append if on_gpu else rotate_and_append_reference
+    pdl = on_gpu and dependent_launches(query.device)
     rotated = append(
         query,
         key,
@@ -199,19 +201,12 @@ def step(
         k_clip=k_clip,
         v_clip=v_clip,
         scale_rule=scale_rule,
+        **({"launch_pdl": pdl} if on_gpu else {}),
     )
-    if not available(query):
+    settings: dict[str, Any] = {"queries": queries, "recent_tokens": recent_tokens, "softcap": softcap}
+    if not on_gpu:
         result = reference.attend_step(
-            rotated,
-            *history,
-            *windows,
-            lengths,
-            floors,
-            queries=queries,
-            recent_tokens=recent_tokens,
-            softcap=softcap,
-            sink_logits=sink_logits,
-            offset=offset,
+            rotated, *history, *windows, lengths, floors, sink_logits=sink_logits, offset=offset, **settings
         )
         if v_rotation is not None:
             result = result @ v_rotation.mT
@@ -219,21 +214,16 @@ def step(
         lengths += queries
         seen += queries
         return output
-    tokens = sink_keys.shape[2] + recent_keys.shape[2]
-    splits, window_splits = attend.step_splits(batch, key.shape[1], k_codes.shape[2], tokens, query.device)
-    partial, stats = attend.attend_split(
-        rotated,
-        *history,
-        *windows,
-        lengths,
-        floors,
-        queries=queries,
-        splits=splits,
-        window_splits=window_splits,
-        recent_tokens=recent_tokens,
-        softcap=softcap,
-        offset=None if offset is None else offset * LOG2E,
-    )
+    plain = softcap is None and offset is None
+    if plain and decode.supports(size, rotated.shape[2], k_affine.shape[3], recent_keys.dtype, query.device):
+        partial, stats = decode.decode_split(
+            rotated, *history, *windows, lengths, floors, queries=queries, recent_tokens=recent_tokens
+        )
+    else:
+        offset = None if offset is None else offset * LOG2E
+        partial, stats = attend.attend_split(
+            rotated, *history, *windows, lengths, floors, offset=offset, launch_pdl=pdl, **settings
+        )
     attend.merge(
         partial,
         stats,
@@ -243,6 +233,7 @@ def step(
         v_rotation=v_rotation,
         lengths=lengths,
         seen=seen,
+        launch_pdl=pdl,
     )
     return output
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from typing import Any
 
@@ -22,3 +23,21 @@ def device_guard(tensor: Tensor) -> contextlib.AbstractContextManager:
 def dependent_launch(enabled: bool) -> dict[str, Any]:
     """Launch options for programmatic dependent launch; none where it is off, so that other backends never see it."""
     return {"launch_pdl": True} if enabled else {}
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of an NVIDIA GPU; (0, 0) of anything else."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if nvidia else (0, 0)
+
+
+def dependent_launches(device: torch.device) -> bool:
+    """Whether a launch may begin while the one before it still runs."""
+    return capability(device) >= (9, 0)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

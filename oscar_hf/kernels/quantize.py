@@ -110,10 +110,10 @@ def _count(p0, p1, p2, p3, level, DTYPE: tl.constexpr, PACKED: tl.constexpr):
 def _search(p0, p1, p2, p3, base, KEEP: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr):
     """The largest pattern in [base, base + 2^BITS) that KEEP entries of the row reach, or base."""
     found = base
-    step = 1 << BITS
+    step = 1 << (BITS - 1)
     for _ in range(BITS):
-        step = step >> 1
         level = found + step
+        step = step >> 1
         found = tl.where(_count(p0, p1, p2, p3, level, DTYPE, PACKED) >= KEEP, level, found)
     return found
 

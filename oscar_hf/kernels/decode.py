@@ -1,9 +1,9 @@
-"""Split decode attention over sink, INT2 history and recent ring on tensor cores of NVIDIA sm_80 and later (Gluon).
+"""The quickest decode attention, for the commonest shapes: tensor cores of NVIDIA sm_80 and later, in Gluon.
 
 A row's D/4 bytes are D/8 words of 16 bits; bits `2J, 2J + 1` of word `m` hold channel `2m + (J >> 2) + D/4 (J & 3)`.
 So a masked word already is the float16 subnormal `code * 4^(J & 3) * 2^-24`, exact on tensor cores: plane `J` of a
 tile is an operand [tokens, D/8], its channels are a fixed permutation of the query's, and unpacking is one `and` for
-two codes. Codes are the A operand, the query rows (at most 8) are N. `reference.py` says what is computed.
+two codes. Codes are the A operand, the query rows (at most 8) are N. `attend.py` computes the same for any shape.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .launch import capability, dependent_launch, dependent_launches, device_guard, processors
 
 try:
     from triton.experimental import gluon
@@ -115,10 +117,12 @@ if AVAILABLE:
     def _tile_layout(warps, transposed, tile):
         """Shared rows of 32 bytes, 64 a warp, 16-byte halves swizzled so that copies and ldmatrix meet no conflict.
 
-        Token 8g + i, half h is chunk 8 (2i + h) + (g ^ (2i + h) & 7). `tile`: as [W, 64, 16] in the order 8i + g (or
-        its transpose), otherwise as [64 W, 16] in the order of tokens.
+        Four tokens fill a line of 128 bytes, as they do in memory: a copy that scattered them would ask L2 for every
+        half row alone. Half h of token 8g + i is in column (2i + h) & 7 ^ g of its line, so that the eight tokens
+        8g + i of an 8 x 8 matrix lie in different banks. `tile`: as [W, 64, 16] in the order 8i + g (or its
+        transpose), otherwise as [64 W, 16] in the order of tokens.
         """
-        bases = [[0, 1], [0, 2], [0, 4], [8, 0], [16, 0], [32, 0], [8, 8], [17, 0], [34, 0], [4, 0]]
+        bases = [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 0], [4, 0], [8, 8], [17, 0], [34, 0]]
         out = []
         for token, word in bases:
             if tile:
@@ -266,26 +270,6 @@ if AVAILABLE:
         return gl.join(low, high).permute([0, 2, 1, 3]).reshape([W, 8, 32])
 
     @gluon.jit
-    def _store_planes(pointer, x, STEP: gl.constexpr, M: gl.constexpr, D: gl.constexpr, j: gl.constexpr):
-        W: gl.constexpr = x.shape[0]
-        layout: gl.constexpr = x.type.layout
-        warp = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-        row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-        channel = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-        offset = (warp[:, None] * M + row[None, :] // STEP)[:, :, None] * D + (32 * j + channel)[None, None, :]
-        gl.store(pointer + offset, x, mask=((row < M * STEP) & (row % STEP == 0))[None, :, None])
-
-    @gluon.jit
-    def _store_stats(stats, base, weight, STEP: gl.constexpr, M: gl.constexpr):
-        W: gl.constexpr = base.shape[0]
-        warp = gl.arange(0, W, layout=gl.SliceLayout(1, base.type.layout))
-        row = gl.arange(0, 8, layout=gl.SliceLayout(0, base.type.layout))
-        place = (warp * M)[:, None] + row[None, :] // STEP
-        mask = ((row < M * STEP) & (row % STEP == 0))[None, :] & (place >= 0)
-        gl.store(stats + 2 * place, gl.where(weight > 0, base, float("-inf")), mask=mask)
-        gl.store(stats + 2 * place + 1, weight, mask=mask)
-
-    @gluon.jit
     def _store_combined(
         acc, stats, o0, o1, o2, o3, o4, o5, o6, o7, base, weight, offset,
         STEP: gl.constexpr, M: gl.constexpr, D: gl.constexpr,
@@ -332,7 +316,7 @@ if AVAILABLE:
     def _history(
         q, k_codes, k_affine, v_codes, v_affine, acc, stats, length, floor, n, window, first, last, stop, settled,
         M: gl.constexpr, D: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, BF16: gl.constexpr,
-        PDL: gl.constexpr, COMBINE: gl.constexpr, INT8: gl.constexpr,
+        PDL: gl.constexpr, INT8: gl.constexpr,
     ):  # fmt: skip
         """Tiles `first` to `last` of the history.
 
@@ -526,23 +510,15 @@ if AVAILABLE:
         o7 -= o6
         o6 -= o5
         o5 -= o4
-        if COMBINE:
-            _store_combined(acc, stats, o0, o1, o2, o3, o4, o5, o6, o7, base, weight, offset, STEP, M, D)
-        else:
-            shift = offset[:, None, :]
-            _store_planes(acc, _join_planes(o0, o4, shift, 1.0, 0), STEP, M, D, 0)
-            _store_planes(acc, _join_planes(o1, o5, shift, 1.0, 1), STEP, M, D, 1)
-            _store_planes(acc, _join_planes(o2, o6, shift, 1.0, 2), STEP, M, D, 2)
-            _store_planes(acc, _join_planes(o3, o7, shift, 1.0, 3), STEP, M, D, 3)
-            _store_stats(stats, base, weight, STEP, M)
+        _store_combined(acc, stats, o0, o1, o2, o3, o4, o5, o6, o7, base, weight, offset, STEP, M, D)
 
     @gluon.jit
     def _exact(
         q, sink_keys, sink_values, recent_keys, recent_values, acc, stats, length, floor, n, sink, window, ring,
         first, step,
-        M: gl.constexpr, D: gl.constexpr, W: gl.constexpr, E: gl.constexpr, COMBINE: gl.constexpr,
+        M: gl.constexpr, D: gl.constexpr, W: gl.constexpr, E: gl.constexpr,
     ):  # fmt: skip
-        """Blocks of E sink and ring slots, one in `step`; each warp writes its own partial result."""
+        """Blocks of E sink and ring slots, one in `step`."""
         T: gl.constexpr = E // W
         dtype: gl.constexpr = sink_keys.dtype.element_ty
         mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
@@ -614,24 +590,16 @@ if AVAILABLE:
             transposed = values._reinterpret(dtype, [W, T, D], tiled).permute([0, 2, 1])
             out = mma_v2(transposed.load(a_layout), p, out * shrink[:, None, :])
 
-        if COMBINE:
-            common = gl.max(peak, axis=0)
-            factor = _exp2(peak - common[None, :])
-            total = gl.sum(weight * factor, axis=0)
-            x = gl.sum(out * factor[:, None, :], axis=0)
-            row = gl.arange(0, 8, layout=gl.SliceLayout(0, x.type.layout))
-            channel = gl.arange(0, D, layout=gl.SliceLayout(1, x.type.layout))
-            gl.store(acc + (row * D)[None, :] + channel[:, None], x, mask=(row < M)[None, :])
-            row = gl.arange(0, 8, layout=common.type.layout)
-            gl.store(stats + 2 * row, gl.where(total > 0, common, float("-inf")), mask=row < M)
-            gl.store(stats + 2 * row + 1, total, mask=row < M)
-        else:
-            row = gl.arange(0, W, layout=gl.SliceLayout(1, row_layout)) * M
-            place = row[:, None] + query[None, :]
-            mask = (query < M)[None, :] & (place >= 0)
-            channel = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
-            gl.store(acc + (place * D)[:, None, :] + channel[None, :][:, :, None], out, mask=mask[:, None, :])
-            _store_stats(stats, peak, weight, 1, M)
+        common = gl.max(peak, axis=0)
+        factor = _exp2(peak - common[None, :])
+        total = gl.sum(weight * factor, axis=0)
+        x = gl.sum(out * factor[:, None, :], axis=0)
+        row = gl.arange(0, 8, layout=gl.SliceLayout(0, x.type.layout))
+        channel = gl.arange(0, D, layout=gl.SliceLayout(1, x.type.layout))
+        gl.store(acc + (row * D)[None, :] + channel[:, None], x, mask=(row < M)[None, :])
+        row = gl.arange(0, 8, layout=common.type.layout)
+        gl.store(stats + 2 * row, gl.where(total > 0, common, float("-inf")), mask=row < M)
+        gl.store(stats + 2 * row + 1, total, mask=row < M)
 
     @gluon.jit(do_not_specialize=["n", "splits", "exact"])
     def _attend_kernel(
@@ -639,7 +607,7 @@ if AVAILABLE:
         lengths, floors, acc, stats, n, heads, sink, recent, ring, splits, exact,
         codes_batch, codes_head, affine_batch, affine_head,
         M: gl.constexpr, D: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, E: gl.constexpr,
-        BF16: gl.constexpr, PDL: gl.constexpr, COMBINE: gl.constexpr, INT8: gl.constexpr,
+        BF16: gl.constexpr, PDL: gl.constexpr, INT8: gl.constexpr,
     ):  # fmt: skip
         """One program for a split of one KV head: the first `exact` splits take sink and ring, the others history."""
         split = gl.program_id(0)
@@ -652,16 +620,15 @@ if AVAILABLE:
         floor = gl.maximum(gl.load(floors + batch), 0)
         pair = pair.to(gl.int64)
         q += pair * (M * D)
-        partials: gl.constexpr = 1 if COMBINE else W
-        acc += (pair * splits + split) * (partials * M * D)
-        stats += (pair * splits + split) * (partials * M * 2)
+        acc += (pair * splits + split) * (M * D)
+        stats += (pair * splits + split) * (M * 2)
         if split < exact:
             if PDL:
                 _wait()
             _exact(
                 q, sink_keys + pair * sink * D, sink_values + pair * sink * D,
                 recent_keys + pair * ring * D, recent_values + pair * ring * D,
-                acc, stats, length, floor, n, sink, sink + recent, ring, split, exact, M, D, W, E, COMBINE,
+                acc, stats, length, floor, n, sink, sink + recent, ring, split, exact, M, D, W, E,
             )  # fmt: skip
         else:
             codes = batch.to(gl.int64) * codes_batch + head.to(gl.int64) * codes_head
@@ -675,22 +642,20 @@ if AVAILABLE:
             last = (split - exact + 1) * tiles // share
             _history(
                 q, k_codes + codes, k_affine + affine, v_codes + codes, v_affine + affine, acc, stats,
-                length, floor, n, window, first, last, stop, settled, M, D, W, STAGES, BF16, PDL, COMBINE, INT8,
+                length, floor, n, window, first, last, stop, settled, M, D, W, STAGES, BF16, PDL, INT8,
             )  # fmt: skip
 
 
-def supports(D: int, M: int, groups: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `attend_fast` takes rows of D channels and `groups` groups, M query rows a KV head and this dtype."""
-    if not AVAILABLE or device.type != "cuda" or torch.version.hip is not None:
-        return False
-    shape = D == 128 and 1 <= M <= ROWS and groups == 1 and dtype in (torch.float16, torch.bfloat16)
-    return shape and torch.cuda.get_device_capability(device) >= (8, 0)
+def supports(size: int, rows: int, groups: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `decode_split` takes heads of this size, query rows a KV head, groups and dtype of the windows."""
+    shape = size == 128 and 1 <= rows <= ROWS and groups == 1 and dtype in (torch.float16, torch.bfloat16)
+    return AVAILABLE and shape and capability(device) >= (8, 0)
 
 
-def choose_splits(B: int, H: int, max_len: int, sm_count: int) -> int:
-    """Programs for each of B * H KV heads: six a multiprocessor, each at least two tiles."""
-    tiles = -(-max_len // (2 * WARP_TOKENS))
-    return max(2, min(PROGRAMS * sm_count // (B * H), tiles // 2 + 8))
+def choose_splits(pairs: int, capacity: int, device: torch.device) -> int:
+    """Programs for each of the batch's KV heads: six a multiprocessor, each with at least two tiles."""
+    tiles = -(-capacity // (2 * WARP_TOKENS))
+    return max(2, min(PROGRAMS * processors(device) // pairs, tiles // 2 + 8))
 
 
 def exact_splits(slots: int, capacity: int, splits: int) -> int:
@@ -700,69 +665,76 @@ def exact_splits(slots: int, capacity: int, splits: int) -> int:
     return max(1, min(share, -(-slots // EXACT_TOKENS), splits - 1))
 
 
-def attend_fast(
-    q_buf: Tensor,
-    sink_keys: Tensor,
-    sink_values: Tensor,
-    recent_keys: Tensor,
-    recent_values: Tensor,
+def decode_split(
+    query: Tensor,
     k_codes: Tensor,
     k_affine: Tensor,
     v_codes: Tensor,
     v_affine: Tensor,
+    sink_keys: Tensor,
+    sink_values: Tensor,
+    recent_keys: Tensor,
+    recent_values: Tensor,
     lengths: Tensor,
     floors: Tensor,
-    n: int,
-    recent: int,
-    num_splits: int,
-    acc: Tensor,
-    stats: Tensor,
     *,
+    queries: int,
+    recent_tokens: int,
+    splits: int | None = None,
     exact: int | None = None,
     warps: int = 2,
     stages: int = 2,
     registers: int | None = 168,
     exact_tokens: int = EXACT_TOKENS,
-    combine: bool = True,
     int8: bool | None = None,
-    pdl: bool | None = None,
-) -> None:
-    """Partial attention of M = G * n query rows over sink, history and ring, one part a split.
+    launch_pdl: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend.attend_split` for a step, where `supports` says so.
 
     Args:
-        q_buf: [B, H, M, D] float32, scaled by `scaling * log2(e)`; row `g * n + i` is query i of head g.
-        sink_keys, sink_values: [B, H, sink, D] float16 or bfloat16, contiguous.
-        recent_keys, recent_values: [B, H, R, D], a ring: token t is at slot t % R.
-        k_codes, v_codes: [B, H, C, D / 4] uint8; k_affine, v_affine: [B, H, C, 1, 2] 16-bit. Tokens contiguous, heads
-            and rows of the batch any multiple of 16 bytes apart; keys and values laid out alike.
-        lengths, floors: [B] int32, tokens before these n, and history tokens that exist whatever the window says.
-        n: new tokens, already in sink, ring and history.
-        recent: tokens of the window, R less what the ring has to spare.
-        num_splits: programs for each KV head, from `choose_splits`.
-        acc, stats: written; float32 [B, H, S, M, D] and [B, H, S, M, 2], where S is `num_splits` (`combine`) or
-            `num_splits * warps`: the sum of `exp2(logit - m) * value`, and `(m, sum of exp2(logit - m))`.
-        exact: programs that take sink and ring (default: by bytes).
-        int8: keys on integer tensor cores, for M <= 4 (default: where it can).
-        pdl: start before the launch before this one has ended; what it wrote is waited for. History tokens that were
-            settled before this step, and `lengths` and `floors`, are read earlier (default: on sm_90 and later).
+        query: [B, H_kv, M, D] float32, rotated, times scaling and log2(e); row `g * queries + i`.
+        k_codes: [B, H_kv, C, D/4] uint8, C a multiple of 4; v_codes alike, with the same strides.
+        k_affine: [B, H_kv, C, 1, 2] of 16 bits; v_affine alike.
+        v_codes: as k_codes.
+        v_affine: as k_affine.
+        sink_keys: [B, H_kv, sink, D] of 16 bits, contiguous, as the other windows are.
+        sink_values: as sink_keys.
+        recent_keys: [B, H_kv, R, D], the ring.
+        recent_values: as recent_keys.
+        lengths: [B] int32, tokens before this step.
+        floors: [B] int32, tokens that are in the history whatever the window says.
+        queries: new tokens, already in sink, ring and history.
+        recent_tokens: of the window.
+        splits: programs that share one KV head's tokens.
+        exact: how many of them take sink and ring.
+        warps: of a program; they share its tokens.
+        stages: tiles of history in flight.
+        registers: of a thread, at most.
+        exact_tokens: of sink and ring that a program takes at once.
+        int8: keys on integer tensor cores, for M <= 4.
+        launch_pdl: start before the launch before this one has ended, whose results are waited for. Earlier are read:
+            lengths, floors, and history that was there before this step.
+
+    Returns:
+        tuple: as from `attend.attend_split`.
     """
-    batch, heads, rows, size = q_buf.shape
+    batch, heads, rows, size = query.shape
     sink, ring, capacity = sink_keys.shape[2], recent_keys.shape[2], k_codes.shape[2]
-    device = q_buf.device
-    if pdl is None:
-        pdl = torch.cuda.get_device_capability(device) >= (9, 0)
-    if exact is None:
-        exact = exact_splits(sink + ring, capacity, num_splits)
-    if int8 is None:
-        int8 = 2 * rows <= ROWS
+    splits = splits or choose_splits(batch * heads, capacity, query.device)
+    exact = exact or exact_splits(sink + ring, capacity, splits)
+    launch_pdl = dependent_launches(query.device) if launch_pdl is None else launch_pdl
+    partial = query.new_empty(batch, heads, splits, rows, size)
+    stats = query.new_empty(batch, heads, splits, rows, 2)
     codes, affine = k_codes.view(torch.int16), k_affine.view(torch.int32)
     options: dict[str, Any] = {"maxnreg": registers} if registers else {}
-    with torch.cuda.device(device):
-        _attend_kernel[(num_splits, batch * heads)](
-            q_buf, sink_keys, sink_values, recent_keys, recent_values,
+    with device_guard(query):
+        _attend_kernel[(splits, batch * heads)](
+            query, sink_keys, sink_values, recent_keys, recent_values,
             codes, affine, v_codes.view(torch.int16), v_affine.view(torch.int32),
-            lengths, floors, acc, stats, n, heads, sink, recent, ring, num_splits, exact,
+            lengths, floors, partial, stats, queries, heads, sink, recent_tokens, ring, splits, exact,
             codes.stride(0), codes.stride(1), affine.stride(0), affine.stride(1),
             M=rows, D=size, W=warps, STAGES=stages, E=exact_tokens, BF16=k_affine.dtype == torch.bfloat16,
-            PDL=pdl, COMBINE=combine, INT8=int8, num_warps=warps, launch_pdl=pdl, **options,
+            PDL=launch_pdl, INT8=2 * rows <= ROWS if int8 is None else int8, num_warps=warps,
+            **options, **dependent_launch(launch_pdl),
         )  # fmt: skip
+    return partial, stats
