@@ -107,8 +107,9 @@ def wrap_cache_preparation(
     def wrapped(self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kw: Any):
         name = cache_argument(self)
         mask = model_kwargs.get("attention_mask")
-        whole = isinstance(mask, Tensor) and mask.dim() == 2
-        prompt = mask if whole else getattr(generation_config, "_mask_length", -1)
+        prompt: Tensor | int = getattr(generation_config, "_mask_length", -1)
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            prompt = mask
         free = generation_config.use_cache is not False and generation_config.cache_implementation is None
         cache = prepare(self, model_kwargs.get(name), prompt, generation_config.max_length - 1, free)
         if cache is not None and model_kwargs.get(name) is None:

@@ -111,10 +111,11 @@ class OscarQuantizedCache(Cache):
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the newest `-tokens_to_remove` tokens; a positive number is the length to keep (old meaning)."""
         count = int(tokens_to_remove)
-        count = min(0, count - self.get_seq_length()) if count > 0 else count
+        count = min(0, count - int(self.get_seq_length())) if count > 0 else count
+        # those that may refuse come first; the first OSCAR layer, which counts columns for the others, last
         for layer in sorted(
-            self.layers, key=lambda layer: isinstance(layer, OscarLayer)
-        ):  # those that may refuse, first
+            self.layers, key=lambda layer: isinstance(layer, OscarLayer) and 1 + (layer.leader is None)
+        ):
             layer.crop(count)
 
     def set_padding(self, attention_mask: Tensor | None) -> None:

@@ -69,7 +69,10 @@ class OscarLayer(CacheLayerMixin):
     @property
     def seen(self) -> int:
         """Columns so far, padding included."""
-        return int(self.tiers.seen_tensor) if self.fixed and self.is_initialized else self._seen
+        if not self.fixed:
+            return self._seen
+        padding = 0 if self.columns is None else int((~self.columns[0]).sum())
+        return int(self.tiers.length_tensor[0]) + padding if self.is_initialized else 0
 
     @property
     def fixed(self) -> bool:
@@ -107,7 +110,7 @@ class OscarLayer(CacheLayerMixin):
 
     def _mark_static(self) -> None:
         """Tell the compiler that these tensors stay where they are; another cache's, elsewhere, may use its code."""
-        for tensor in (*self.tiers.tensors(), *self.transform.tensors(self.tiers.like.device)):
+        for tensor in (*self.tiers.tensors(), self.tiers.seen_tensor, *self.transform.tensors(self.tiers.like.device)):
             if tensor is not None:
                 torch._dynamo.mark_static_address(tensor, guard=False)
 
@@ -169,15 +172,15 @@ class OscarLayer(CacheLayerMixin):
             )
         mask, self.padding = self.padding, None
         new = self._new_columns(mask if mask is None or not self.fixed else mask[:, -count:], count)
-        past = self._dense() if count > 1 and self.seen else None
+        seen = self.seen
+        past = self._dense() if count > 1 and seen else None
         self._staged = True  # an error from here on leaves the layer half-written
         for rows, tokens in self._row_groups(new, count):
             keys, values = (_pick(states[rows], tokens) for states in (key_states, value_states))
             store(self.tiers, self.transform, rows, keys, values)
-        first = self.seen == 0
-        self._extend_columns(new, count)
+        self._extend_columns(seen, new, count)
         self._staged = False
-        if first:
+        if seen == 0:
             return key_states, value_states
         if past is None:
             return self._dense()
@@ -225,10 +228,11 @@ class OscarLayer(CacheLayerMixin):
         self._staged = True  # an error from here on leaves it half-written
         if new is None and can_step(self.tiers, key.shape[2]):
             output = attend_step(self.tiers, self.transform, query, key, value, logits)
-            self._seen += key.shape[2]  # fixed storage has counted on the device
+            self._add_columns(key.shape[2])
         else:
+            past = self.seen
             output = self._attend_rows(new, query, key, value, logits)
-            self._extend_columns(new, key.shape[2])
+            self._extend_columns(past, new, key.shape[2])
         self._staged = False
         return output
 
@@ -242,6 +246,7 @@ class OscarLayer(CacheLayerMixin):
                 f"{self.config.rollback} tokens a call, none of them padding (attention_mask=None)."
             )
         output = attend_step(self.tiers, self.transform, query, key, value, logits)
+        self._add_columns(key.shape[2])
         self._staged = False
         return output
 
@@ -262,7 +267,7 @@ class OscarLayer(CacheLayerMixin):
     def get_seq_length(self) -> int | Tensor:
         """Columns seen so far, padding included; a tensor while compiling."""
         if torch.compiler.is_compiling() and self.fixed and self.is_initialized:
-            return self.tiers.seen_tensor
+            return (self.leader or self).tiers.seen_tensor
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
@@ -302,9 +307,9 @@ class OscarLayer(CacheLayerMixin):
             return
         counts = [remove] * self.batch_size
         if self.columns is not None:
-            counts = self._all_columns()[:, seen - remove :].sum(1).tolist()
+            counts = self._all_columns(seen)[:, seen - remove :].sum(1).tolist()
             self.columns = self.columns[:, : seen - remove] if remove < seen else None
-        self._see(seen - remove)
+        self._add_columns(-remove)
         self.tiers.crop(counts)
         self._started = remove < seen
 
@@ -399,21 +404,25 @@ class OscarLayer(CacheLayerMixin):
                 "The attention mask changed for columns that are already stored; padding must stay as it was."
             )
 
-    def _all_columns(self) -> Tensor:
-        """Which columns are real, [B, seen] bool."""
-        every = torch.ones(self.batch_size, self.seen, dtype=torch.bool, device=self.tiers.like.device)
+    def _all_columns(self, count: int) -> Tensor:
+        """Which of the first `count` columns are real, [B, count] bool."""
+        every = torch.ones(self.batch_size, count, dtype=torch.bool, device=self.tiers.like.device)
         if self.columns is not None:
             every[:, : self.columns.shape[1]] = self.columns
         return every
 
-    def _extend_columns(self, new: Tensor | None, count: int) -> None:
+    def _extend_columns(self, past: int, new: Tensor | None, count: int) -> None:
+        """`count` columns have come after `past`; `new` [B, count] bool says which are real, None that all are."""
         if new is not None:
-            self.columns = torch.cat([self._all_columns(), new.to(self.tiers.like.device)], dim=1)
-        self._see(self.seen + count)
+            self.columns = torch.cat([self._all_columns(past), new.to(self.tiers.like.device)], dim=1)
+        self._add_columns(count)
 
-    def _see(self, columns: int) -> None:
-        self._seen = columns
-        self.tiers.seen_tensor.fill_(columns)
+    def _add_columns(self, count: int) -> None:
+        """Count columns; fixed storage has its lengths, and for compiled code a count that no kernel writes."""
+        if not self.fixed:
+            self._seen += count
+        elif self.leader is None:
+            self.tiers.seen_tensor.add_(count)
 
     def _row_groups(self, new: Tensor | None, count: int) -> list[tuple[slice, Tensor | None]]:
         """Rows that can be handled together, with the indices of their new tokens (None: all)."""
@@ -432,7 +441,7 @@ class OscarLayer(CacheLayerMixin):
         tiers, like = self.tiers, self.tiers.like
         keys, values = (like.new_zeros(*like.shape[:2], self.seen, like.shape[3]) for _ in range(2))
         together = tiers.uniform and self.columns is None
-        columns = self._all_columns()
+        columns = self._all_columns(self.seen)
         for rows in [slice(None)] if together else [slice(row, row + 1) for row in range(self.batch_size)]:
             real = None if self.columns is None else columns[rows.start].nonzero().squeeze(-1)
             for span in tiers.exact(rows):

@@ -91,7 +91,7 @@ def measure(cache: OscarQuantizedCache) -> CacheMemory:
     loose += [tensor for layer in layers for tensor in layer.tiers.counters]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in loose}
     return CacheMemory(
-        cache.get_seq_length(),
+        int(cache.get_seq_length()),
         sink,
         recent,
         history,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from . import kernels
 from .kernels import attend_blocks, exact_attention
 from .kernels.reference import QUERY_BLOCK, Block
-from .storage import Span, Tiers
+from .storage import PackedSpan, Span, Tiers
 from .transform import Transform
 
 CHUNK_QUERIES = 2048  # of one launch over a quantised history: bounds its partial results
@@ -66,7 +67,7 @@ def attend_step(
     if not tiers.fixed:
         tiers.reserve(query.shape[2])
     config = tiers.config
-    step = torch.ops.oscar_hf.step if torch.compiler.is_compiling() else kernels.step
+    step: Any = torch.ops.oscar_hf.step if torch.compiler.is_compiling() else kernels.step
     output = step(
         query,
         key,
@@ -183,7 +184,7 @@ def _blocks(
     if count == 1:
         tiers.append(rows, keys, values)
         history = tiers.history.blocks(rows, tiers.flushed[row])
-        spans = [*tiers.exact(rows), *history]
+        spans: list[Span | PackedSpan] = [*tiers.exact(rows), *history]
         yield 0, 1, ((span.keys, span.values, None) for span in spans)
         return
     length, flushed = tiers.lengths[row], tiers.flushed[row]

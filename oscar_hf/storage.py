@@ -145,7 +145,7 @@ class Tiers:
         self.length_tensor, self.floor_tensor = (
             torch.zeros(batch, dtype=torch.int32, device=like.device) for _ in range(2)
         )
-        self.seen_tensor = torch.zeros((), dtype=torch.int64, device=like.device)  # columns, padding included
+        self.seen_tensor = torch.zeros((), dtype=torch.int64, device=like.device)  # columns, for compiled code
         ring = config.recent_tokens + max(1, config.rollback)
         self.windows = {
             f"{part}_{name}": like.new_empty(batch, heads, tokens, size)
@@ -204,8 +204,8 @@ class Tiers:
         return [*self.windows.values(), *self.history.buffers()]
 
     def tensors(self) -> list[Tensor]:
-        """What a kernel needs: sink and ring, history, lengths, floors and columns seen."""
-        return [*self.buffers(), *self.counters]
+        """What a step needs: sink and ring, history, lengths and floors."""
+        return [*self.buffers(), self.length_tensor, self.floor_tensor]
 
     @property
     def counters(self) -> list[Tensor]:
@@ -237,11 +237,9 @@ class Tiers:
         if leaving:
             new = slice(max(0, leaving.start - start), max(0, leaving.stop - start))
             old = self.recent(rows, leaving.start, min(start, leaving.stop))
-            pieces = [
-                torch.cat([*(span[part] for span in old), states[:, :, new]], 2)
-                for part, states in ((1, keys), (2, values))
-            ]
-            self.history.write(rows, leaving.start - sink, *pieces)
+            leaving_keys = torch.cat([*(span.keys for span in old), keys[:, :, new]], 2)
+            leaving_values = torch.cat([*(span.values for span in old), values[:, :, new]], 2)
+            self.history.write(rows, leaving.start - sink, leaving_keys, leaving_values)
         first = max(start, sink, stop - self.ring)
         for name, states in (("keys", keys), ("values", values)):
             if start < sink:

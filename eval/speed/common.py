@@ -249,7 +249,7 @@ def write(layer: OscarLayer, keys: Tensor, values: Tensor) -> None:
         layer.lazy_initialization(keys, values)
         layer._started = True
     store(layer.tiers, layer.transform, slice(None), keys, values)
-    layer._extend_columns(None, keys.shape[2])
+    layer._add_columns(keys.shape[2])
 
 
 def fill(cache: Any, model: PreTrainedModel, batch: int, length: int, start: int = 0) -> None:

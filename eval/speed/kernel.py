@@ -20,6 +20,8 @@ from torch import Tensor
 from eval.speed import baselines, common
 from eval.speed.common import DEVICE, Results, attempt, graph_us, numbers, release, short
 from oscar_hf import OscarConfig
+from oscar_hf.kernels import attend, dispatch, reference
+from oscar_hf.kernels.launch import dependent_launches
 from oscar_hf.quantization import Quantized, dequantize
 from oscar_hf.rotation import hadamard
 
@@ -44,7 +46,6 @@ class State:
     values: Quantized
     lengths: Tensor  # int32 [B], tokens before the call
     floors: Tensor  # int32 [B]
-    seen: Tensor  # int64 []
     k_rotation: Tensor  # [H, D, D] float32
     q_rotation: Tensor  # [H, D, D]
     k_mean: Tensor  # [H, D]
@@ -56,36 +57,23 @@ def _tiers(state: State) -> tuple[Tensor, ...]:
     return state.sink_keys, state.sink_values, state.recent_keys, state.recent_values, *state.keys, *state.values
 
 
-def ours(state: State) -> Tensor:
-    """ADAPTER: attend and merge on `state.query_buffer`, as in `dispatch.step`; [B, n, H_q, D]."""
-    from oscar_hf.kernels.attend import attend_split, merge, step_splits
-
+def ours(state: State, portable: bool = False) -> Tensor:
+    """Attention over all tiers and merge, on `state.query_buffer`: [B, n, H_q, D]."""
     tiers, (batch, heads, queries, size) = _tiers(state), state.query.shape
-    windows = state.sink_keys.shape[2] + state.recent_keys.shape[2]
-    capacity = state.keys.codes.shape[2]
-    splits, window_splits = step_splits(batch, state.key.shape[1], capacity, windows, state.query.device)
-    partial, stats = attend_split(
-        state.query_buffer,
-        *tiers[4:],
-        *tiers[:4],
-        state.lengths,
-        state.floors,
-        queries=queries,
-        splits=splits,
-        window_splits=window_splits,
-        recent_tokens=RECENT,
-    )
+    split = attend.attend_split if portable else dispatch.attend_split
+    pdl = dependent_launches(state.query.device)
+    arguments = (state.query_buffer, *tiers[4:], *tiers[:4], state.lengths, state.floors)
+    settings = {"queries": queries, "recent_tokens": RECENT, "softcap": None, "offset": None, "launch_pdl": pdl}
+    partial, stats = split(*arguments, **settings)
     output = state.query.new_empty(batch, queries, heads, size)
-    merge(partial, stats, output, queries=queries)
+    attend.merge(partial, stats, output, queries=queries, launch_pdl=pdl)
     return output
 
 
 def ours_step(state: State) -> Tensor:
-    """ADAPTER: the whole step, rotate_and_append + attend + merge; advances `state.lengths`."""
-    from oscar_hf.kernels.dispatch import step
-
+    """The whole step: rotate and append, attention, merge; advances `state.lengths`."""
     settings = OscarConfig("balanced")
-    return step(
+    return dispatch.step(
         state.query,
         state.key,
         state.value,
@@ -96,7 +84,6 @@ def ours_step(state: State) -> Tensor:
         *_tiers(state),
         state.lengths,
         state.floors,
-        state.seen,
         RECENT,
         state.scaling,
         None,
@@ -138,7 +125,6 @@ def make_state(batch: int, kv_heads: int, groups: int, size: int, tokens: int) -
         values=random_quantized(batch, kv_heads, capacity, size),
         lengths=torch.full((batch,), tokens, dtype=torch.int32, device=DEVICE),
         floors=torch.zeros(batch, dtype=torch.int32, device=DEVICE),
-        seen=torch.tensor(tokens, device=DEVICE),
         k_rotation=rotation,
         q_rotation=rotation.clone(),
         k_mean=torch.randn(kv_heads, size, device=DEVICE),
@@ -284,7 +270,7 @@ def measure_read(batch: int, heads: int, tokens: int, size: int) -> list[dict[st
 
 
 def measure_ours(batch: int, heads: int, groups: int, tokens: int, size: int) -> list[dict[str, Any]]:
-    """attend + merge, and the whole step."""
+    """Attention and merge by the quickest and by the portable kernel, and the whole step."""
     used = oscar_bytes(batch, heads, tokens, size)
     states = [make_state(batch, heads, groups, size, tokens) for _ in range(sets_of(used))]
 
@@ -292,12 +278,23 @@ def measure_ours(batch: int, heads: int, groups: int, tokens: int, size: int) ->
         for state in states:
             state.lengths.fill_(tokens)
 
+    first = states[0]
+    expected = reference.attend_step(  # float32, on the dequantised values
+        first.query_buffer, *first.keys, *first.values, *_tiers(first)[:4], first.lengths, first.floors,
+        queries=1, recent_tokens=RECENT,
+    ).flatten(1, 2)[:, None]  # fmt: skip
     rows = []
-    for name, call in (("ours", ours), ("ours, whole step", ours_step)):
+    kernels: dict[str, Callable[[State], Tensor]] = {
+        "ours": ours,
+        "ours, portable": lambda state: ours(state, portable=True),
+        "ours, whole step": ours_step,
+    }
+    for name, call in kernels.items():
 
-        def measure(call: Callable[[State], Tensor] = call) -> dict[str, Any]:
+        def measure(name: str = name, call: Callable[[State], Tensor] = call) -> dict[str, Any]:
             reset()
-            return {"us": graph_us([lambda s=s: call(s) for s in states], before=reset)}
+            wrong = {} if "step" in name else {"relative_error": error(call(first), expected)}
+            return {"us": graph_us([lambda s=s: call(s) for s in states], before=reset), **wrong}
 
         rows.append({"kernel": name, "detail": "", "bytes": used, **attempt(measure)})
     return rows

@@ -306,7 +306,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["queries", "rows_total", "splits"])
 def _merge(
-    partial, stats, sink_logits, v_rotation, output, lengths, seen, queries, rows_total, splits, group, heads,
+    partial, stats, sink_logits, v_rotation, output, lengths, queries, rows_total, splits, group, heads,
     rotation_batch, rotation_head, out_batch, out_token, out_head,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, BS: tl.constexpr, SINKS: tl.constexpr, ROTATE: tl.constexpr,
     COUNT: tl.constexpr, PDL: tl.constexpr,
@@ -358,11 +358,9 @@ def _merge(
     place = batch.to(tl.int64) * out_batch + (row % queries).to(tl.int64) * out_token
     place += (head * group + row // queries).to(tl.int64) * out_head
     tl.store(output + place + columns, result.to(output.dtype.element_ty), mask=in_columns)
-    if COUNT:  # noqa: SIM102 (a constant and a value)
-        if (row == 0) & (head == 0) & (part == 0):
-            tl.store(lengths + batch, tl.load(lengths + batch) + queries)
-            if batch == 0:
-                tl.store(seen, tl.load(seen) + queries)
+    if COUNT:
+        first = (row == 0) & (head == 0) & (part == 0)
+        tl.store(lengths + batch, tl.load(lengths + batch) + queries, mask=first)
 
 
 def _block(rows: int) -> int:
@@ -466,7 +464,6 @@ def merge(
     sink_logits: Tensor | None = None,
     v_rotation: Tensor | None = None,
     lengths: Tensor | None = None,
-    seen: Tensor | None = None,
     launch_pdl: bool = False,
 ) -> None:
     """Put the splits together.
@@ -478,8 +475,7 @@ def merge(
         queries: new tokens.
         sink_logits: [H_q], one more logit a head whose value is zero.
         v_rotation: float32 [D, D], [H_kv, D, D] or [B, H_kv, D, D], undone here; None: nothing to undo.
-        lengths: [B] int32 and `seen` [] int64, to which `queries` is added; None: not counted.
-        seen: as lengths.
+        lengths: [B] int32, to which `queries` is added; None: not counted.
         launch_pdl: launch while the kernel before still runs.
     """
     batch, heads, splits, rows, size = partial.shape
@@ -491,7 +487,7 @@ def merge(
         rotation_strides = (expanded.stride(0), expanded.stride(1))
     with device_guard(partial):
         _merge[(rows, batch * heads, triton.cdiv(size, block))](
-            partial, stats, sink_logits, v_rotation, output, lengths, seen, queries, rows, splits, rows // queries,
+            partial, stats, sink_logits, v_rotation, output, lengths, queries, rows, splits, rows // queries,
             heads, *rotation_strides, output.stride(0), output.stride(1), output.stride(2),
             SIZE=size, BLOCK=block, BS=min(128 if block <= 32 else 16, max(2, triton.next_power_of_2(splits))),
             SINKS=sink_logits is not None,

@@ -91,11 +91,18 @@ def attend_history(
         v_rotation: undone on the output; None: nothing to undo.
     """
     queries = output.shape[1]
+    k_codes, k_affine, v_codes, v_affine = history
+    keys, values = exact
     partial, stats = attend.attend_split(
         query * (scaling * LOG2E),
-        *history,
-        *exact,
-        *exact,
+        k_codes,
+        k_affine,
+        v_codes,
+        v_affine,
+        keys,
+        values,
+        keys,
+        values,
         None,
         None,
         queries=queries,
@@ -106,6 +113,16 @@ def attend_history(
         offset=None if offset is None else offset * LOG2E,
     )
     attend.merge(partial, stats, output, queries=queries, sink_logits=sink_logits, v_rotation=v_rotation)
+
+
+def attend_split(query: Tensor, *tiers: Tensor, softcap: float | None, offset: Tensor | None, **settings: Any) -> Any:
+    """`attend.attend_split` for a step, by the quickest kernel that takes these shapes."""
+    k_affine, recent_keys = tiers[1], tiers[6]
+    plain = softcap is None and offset is None
+    shape = (query.shape[3], query.shape[2], k_affine.shape[3], recent_keys.dtype, query.device)
+    if plain and decode.supports(*shape):
+        return decode.decode_split(query, *tiers, **settings)
+    return attend.attend_split(query, *tiers, softcap=softcap, offset=offset, **settings)
 
 
 def step(
@@ -126,7 +143,6 @@ def step(
     v_affine: Tensor,
     lengths: Tensor,
     floors: Tensor,
-    seen: Tensor,
     recent_tokens: int,
     scaling: float,
     softcap: float | None,
@@ -135,7 +151,7 @@ def step(
     v_clip: float,
     scale_rule: str,
 ) -> Tensor:
-    """Store a few tokens a row and attend, as if they had come one by one; counts them in `lengths` and `seen`.
+    """Store a few tokens a row and attend, as if they had come one by one; counts them in `lengths`.
 
     Args:
         query: [B, H_q, n, D] in the model's basis.
@@ -155,7 +171,6 @@ def step(
         v_affine: as k_affine.
         lengths: [B] int32, tokens of each row; written.
         floors: [B] int32, tokens that are in the history whatever the window says.
-        seen: [] int64, columns of the cache; written.
         recent_tokens: of the window.
         scaling: factor on the logits.
         softcap: as in `reference.attend_blocks`.
@@ -212,18 +227,17 @@ def step(
             result = result @ v_rotation.mT
         output.copy_(result.unflatten(2, (-1, queries)).flatten(1, 2).transpose(1, 2))
         lengths += queries
-        seen += queries
         return output
-    plain = softcap is None and offset is None
-    if plain and decode.supports(size, rotated.shape[2], k_affine.shape[3], recent_keys.dtype, query.device):
-        partial, stats = decode.decode_split(
-            rotated, *history, *windows, lengths, floors, queries=queries, recent_tokens=recent_tokens
-        )
-    else:
-        offset = None if offset is None else offset * LOG2E
-        partial, stats = attend.attend_split(
-            rotated, *history, *windows, lengths, floors, offset=offset, launch_pdl=pdl, **settings
-        )
+    partial, stats = attend_split(
+        rotated,
+        *history,
+        *windows,
+        lengths,
+        floors,
+        offset=None if offset is None else offset * LOG2E,
+        launch_pdl=pdl,
+        **settings,
+    )
     attend.merge(
         partial,
         stats,
@@ -232,7 +246,6 @@ def step(
         sink_logits=sink_logits,
         v_rotation=v_rotation,
         lengths=lengths,
-        seen=seen,
         launch_pdl=pdl,
     )
     return output
@@ -251,7 +264,6 @@ step_op = torch.library.custom_op(
         "v_codes",
         "v_affine",
         "lengths",
-        "seen",
     ),
 )
 
