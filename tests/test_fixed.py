@@ -158,7 +158,7 @@ def test_prompts_and_padding_do_not_compile() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3_text"])
 def test_cuda_graphs(family: str, dtype: torch.dtype) -> None:
     first, *later = compiles_once(patched(family, "cuda", dtype), tokens(2, 60).cuda(), mode="reduce-overhead")
     assert later == [first, first]

@@ -201,7 +201,7 @@ def test_a_chunk_reads_history_and_its_own_tokens(queries: int, exact: int, hist
 
 
 def quick_and_portable(
-    lengths: list[int], queries: int, group: int, heads: int = 2, splits: int | None = None, **state: Any
+    lengths: list[int], queries: int, group: int, heads: int = 2, **state: Any
 ) -> tuple[Tensor, Tensor]:
     """What `decode_split` gives on a GPU, and the twin in float32, both [B, queries, H_q, 128]."""
     from oscar_hf.kernels.decode import decode_split, supports
@@ -212,7 +212,7 @@ def quick_and_portable(
     query = torch.randn(len(lengths), heads, group * queries, 128, device="cuda") * 0.3
     assert supports(128, group * queries, 1, state["dtype"], query.device)
     settings = {"queries": queries, "recent_tokens": state["recent"]}
-    partial, stats = decode_split(query, *ordered(buffers), counts, floors, splits=splits, **settings)
+    partial, stats = decode_split(query, *ordered(buffers), counts, floors, **settings)
     output = torch.empty(len(lengths), queries, group * heads, 128, device="cuda")
     merge(partial, stats, output, queries=queries)
     expected = reference.attend_step(query, *ordered(buffers), counts, floors, **settings)
@@ -263,3 +263,16 @@ def test_offsets_beyond_two_to_the_31(quick: bool) -> None:
     merge(partial, stats, output, queries=1)
     expected = reference.attend_step(query, *ordered(small), lengths, floors, **settings)
     assert relative_error(output, expected.flatten(1, 2)[:, None]) < 1e-2
+
+
+@pytest.mark.parametrize("pairs", [1, 8, 64, 100, 1360])
+@pytest.mark.parametrize("capacity", [32, 320, 4096, 32_768, 131_072])
+def test_splits_fill_the_gpu(pairs: int, capacity: int) -> None:
+    from oscar_hf.kernels.decode import choose_splits
+
+    places = 6 * 132
+    splits, exact = choose_splits(pairs, capacity, 352, places)
+    assert 1 <= exact < splits <= max(16, places // pairs)
+    if pairs > 1 and capacity >= 32_768:  # most of the waves' places are taken
+        waves = -(-splits * pairs // places)
+        assert splits * pairs / (waves * places) > 0.8

@@ -286,8 +286,11 @@ def cache_bytes(cache: Any) -> int:
 # Timing
 
 
-def compiled(model: PreTrainedModel) -> Callable[..., Any]:
-    """The forward as transformers' generate compiles it for a StaticCache."""
+def compiled(model: PreTrainedModel, tuned: bool = False) -> Callable[..., Any]:
+    """The forward as transformers' generate compiles it for a StaticCache, or with tuned kernels."""
+    if tuned:
+        options = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
+        return torch.compile(model.forward, fullgraph=True, options=options)
     return torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
 
 

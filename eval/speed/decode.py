@@ -4,7 +4,8 @@
 
 Weights are random and caches are filled with random keys: neither plays a part in speed. Stock variants run under the
 model as transformers makes it, with its SDPA attention, before it is patched. Compiled variants call
-`torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)`.
+`torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)`; "tuned" adds the option
+`coordinate_descent_tuning`, with which inductor writes its own matrix-vector products.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from transformers import PreTrainedModel
 from eval.speed import common
 from eval.speed.common import Results, attempt, cache_bytes, decode, fill, make_cache, numbers, release
 
-VARIANTS = {  # cache, compiled
-    "dynamic-eager": ("dynamic", False),
-    "static-compiled": ("static", True),
-    "oscar-compiled": ("oscar-static", True),
-    "oscar-eager": ("oscar", False),
+VARIANTS = {  # cache, compiled: as generate does, or with tuned kernels
+    "dynamic-eager": ("dynamic", ""),
+    "static-compiled": ("static", "default"),
+    "static-tuned": ("static", "tuned"),
+    "oscar-compiled": ("oscar-static", "default"),
+    "oscar-tuned": ("oscar-static", "tuned"),
+    "oscar-eager": ("oscar", ""),
 }
 
 
@@ -35,7 +38,7 @@ def measure(
     kind, is_compiled = VARIANTS[variant]
     share = share and kind == "oscar-static"
     spare = common.WARM_UP + steps * repeats
-    forward = common.compiled(model) if is_compiled else model
+    forward = common.compiled(model, tuned=is_compiled == "tuned") if is_compiled else model
     shared: tuple[Any, int] | None = None  # a cache, and how many tokens it holds
 
     def run(context: int) -> dict[str, Any]:
@@ -58,7 +61,7 @@ def measure(
 def main(
     models: Annotated[str, typer.Option(help=f"Of {', '.join(common.SHAPES)}.")] = "qwen3-8b",
     contexts: Annotated[str, typer.Option(help="Tokens before the first step.")] = "8K,32K,100K,128K",
-    variants: Annotated[str, typer.Option(help="Which to run.")] = ",".join(VARIANTS),
+    variants: Annotated[str, typer.Option(help=f"Of {', '.join(VARIANTS)}.")] = ",".join(VARIANTS),
     batch: int = 1,
     steps: Annotated[int, typer.Option(help="Steps per repetition.")] = 20,
     repeats: int = 3,

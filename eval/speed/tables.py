@@ -11,15 +11,18 @@ KERNELS = {
     "BF16 FlashInfer": "BF16, FlashInfer",
     "BF16 split Triton": "BF16, simple split Triton kernel",
     "INT2 plain Triton": "INT2, plain Triton kernel",
-    "ours": "OSCAR: attend and merge",
-    "ours, whole step": "OSCAR: rotate, append, quantise, attend, merge",
+    "ours": "OSCAR: all tiers, merge included",
+    "ours, portable": "OSCAR: the same by the portable kernel",
+    "ours, whole step": "OSCAR: rotate, append and quantise besides",
     "read the same bytes": "a kernel that only reads OSCAR's bytes",
 }
 VARIANTS = {
     "dynamic-eager": "`DynamicCache`, eager",
     "static-compiled": "`StaticCache`, compiled",
+    "static-tuned": "`StaticCache`, compiled and tuned",
     "oscar-eager": "OSCAR, eager",
     "oscar-compiled": "OSCAR, compiled",
+    "oscar-tuned": "OSCAR, compiled and tuned",
 }
 
 

@@ -8,6 +8,7 @@ two codes. Codes are the A operand, the query rows (at most 8) are N. `attend.py
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ WARP_TOKENS = 64  # history tokens of one warp and iteration
 EXACT_TOKENS = 64  # sink and ring tokens of one program and iteration
 EXACT_COST = 2.0  # time of their bytes to time of as many of the history
 PROGRAMS = 6  # of two warps, that a multiprocessor holds at once
+MOST_SPLITS = 16  # of a large batch: more would only write more partial results
 
 
 if AVAILABLE:
@@ -652,17 +654,23 @@ def supports(size: int, rows: int, groups: int, dtype: torch.dtype, device: torc
     return AVAILABLE and shape and capability(device) >= (8, 0)
 
 
-def choose_splits(pairs: int, capacity: int, device: torch.device) -> int:
-    """Programs for each of the batch's KV heads: six a multiprocessor, each with at least two tiles."""
-    tiles = -(-capacity // (2 * WARP_TOKENS))
-    return max(2, min(PROGRAMS * processors(device) // pairs, tiles // 2 + 8))
+@functools.cache
+def choose_splits(pairs: int, capacity: int, slots: int, places: int) -> tuple[int, int]:
+    """How many programs each of `pairs` KV heads gets, and how many of them take the `slots` of sink and ring.
 
+    `places` programs run at once. Programs come in whole waves, so the best count is the one whose waves are fullest:
+    it depends on shapes alone. A program should have two tiles of history at least.
+    """
 
-def exact_splits(slots: int, capacity: int, splits: int) -> int:
-    """How many of the programs take the `slots` tokens of sink and ring: their share of the bytes."""
-    weight = 7 * slots * EXACT_COST
-    share = round(splits * weight / (weight + max(capacity, 1)))
-    return max(1, min(share, -(-slots // EXACT_TOKENS), splits - 1))
+    def exact(splits: int) -> int:  # their share of the bytes
+        weight = 7 * slots * EXACT_COST
+        share = round(splits * weight / (weight + max(capacity, 1)))
+        return max(1, min(share, -(-slots // EXACT_TOKENS), splits - 1))
+
+    most = min(max(places // pairs, MOST_SPLITS), capacity // (4 * WARP_TOKENS) + 8)
+    counts = range(2, max(2, most) + 1)
+    splits = min(counts, key=lambda count: (-(-count * pairs // places) / (count - exact(count)), -count))
+    return splits, exact(splits)
 
 
 def decode_split(
@@ -705,8 +713,9 @@ def decode_split(
         floors: [B] int32, tokens that are in the history whatever the window says.
         queries: new tokens, already in sink, ring and history.
         recent_tokens: of the window.
-        splits: programs that share one KV head's tokens.
-        exact: how many of them take sink and ring.
+        splits: programs that share one KV head's tokens, and `exact` how many of them take sink and ring; chosen
+            together unless both are given.
+        exact: see splits.
         warps: of a program; they share its tokens.
         stages: tiles of history in flight.
         registers: of a thread, at most.
@@ -720,8 +729,9 @@ def decode_split(
     """
     batch, heads, rows, size = query.shape
     sink, ring, capacity = sink_keys.shape[2], recent_keys.shape[2], k_codes.shape[2]
-    splits = splits or choose_splits(batch * heads, capacity, query.device)
-    exact = exact or exact_splits(sink + ring, capacity, splits)
+    if splits is None or exact is None:
+        places = PROGRAMS * processors(query.device)
+        splits, exact = choose_splits(batch * heads, capacity, sink + ring, places)
     launch_pdl = dependent_launches(query.device) if launch_pdl is None else launch_pdl
     partial = query.new_empty(batch, heads, splits, rows, size)
     stats = query.new_empty(batch, heads, splits, rows, 2)
