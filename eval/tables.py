@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from eval.speed import tables as speed_tables
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,12 +20,9 @@ def load(name: str) -> dict[str, Any]:
 
 def source(results: dict[str, Any]) -> str:
     """Machine, versions and command, in a line."""
-    machine = results["machine"]
+    machine, command = results["machine"], re.sub(r" --out \S+", "", results["command"])
     where = machine["gpu"] or f"{machine['cpu_cores']} CPU cores"
-    return (
-        f"{where}, torch {machine['torch']}, transformers {machine['transformers']}, {machine['date']}: "
-        f"`{results['command']}`"
-    )
+    return f"{where}, torch {machine['torch']}, transformers {machine['transformers']}, {machine['date']}: `{command}`"
 
 
 def reproduce() -> str:
@@ -69,7 +69,23 @@ def facts() -> str:
     return "\n".join([*lines, "", f"{source(sets[0])}; {other}."])
 
 
-TABLES = {"reproduce": reproduce, "facts": facts, "decode": decode}
+def speed(part: str, make: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
+    """A table of `eval.speed` with its source."""
+
+    def table() -> str:
+        results = load(f"speed-{part}")
+        return f"{make(results)}\n\n{source(results)}."
+
+    return table
+
+
+TABLES = {
+    "reproduce": reproduce,
+    "facts": facts,
+    "decode": decode,
+    "speed-kernel": speed("kernel", speed_tables.kernel),
+    "speed-decode": speed("decode-8b", speed_tables.decode),
+}
 
 
 def render(text: str) -> str:

@@ -447,7 +447,7 @@ def attend_split(
             recent_tokens, heads, splits, window_splits,
             SINK=sink_keys.shape[2], RING=1 if chunk else recent_keys.shape[2], QUARTER=quarter,
             BQ=max(16, triton.next_power_of_2(quarter)), BM=block,
-            BN=BLOCK_TOKENS if size <= 128 and not precise else 32,
+            BN=32 if size > 128 or precise else BLOCK_TOKENS if chunk else 2 * BLOCK_TOKENS,
             GROUPS=k_affine.shape[3], CHUNK=chunk, SOFTCAP=softcap is not None, OFFSET=offset is not None,
             LEVELS=levels is not None, PRECISE=precise, PDL=launch_pdl,
             num_warps=WARPS, num_stages=2, **dependent_launch(launch_pdl),
