@@ -92,7 +92,7 @@ def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return measure()
     except Exception as error:
         traceback.print_exc(limit=-12)
-        message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        message = " ".join(f"{type(error).__name__}: {error}".splitlines()[:2])[:300]
     release()
     return {"error": message}
 
