@@ -408,3 +408,20 @@ class TestRefusals:
     def test_offloading(self) -> None:
         with pytest.raises(NotImplementedError, match="device_map"):
             make_layer().offload()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_kernels_in_a_layer(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is not in use")
+    rotation, states, chunks = random_rotation(), random_states(45, 2), [26, 14, 3, 1, 1]
+    mask = torch.stack([torch.arange(45) >= pad for pad in (0, 9)]) if padded else None
+    plain, kernels = make_layer(SMALL, rotation), make_layer(SMALL, rotation)
+    expected = feed(plain, states, chunks, mask)
+    monkeypatch.setattr("oscar_hf.kernels.dispatch.ON_CPU", True)
+    # a scale may be rounded to its neighbour
+    torch.testing.assert_close(feed(kernels, states, chunks, mask), expected, rtol=2e-3, atol=2e-3)
+    for row in range(2):
+        for one, other in zip(stored(kernels, row), stored(plain, row), strict=True):
+            torch.testing.assert_close(one.float(), other.float(), rtol=1e-3, atol=1e-4)

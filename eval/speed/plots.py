@@ -37,7 +37,7 @@ def _caption(figure: Any, results: dict[str, Any]) -> None:
 
 
 def _finish(figure: Any, results: dict[str, Any], path: Path) -> None:
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
     _caption(figure, results)
     figure.savefig(path, dpi=150)
     print(path)
