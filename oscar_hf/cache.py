@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from . import attention as _attention  # noqa: F401  (registers "oscar")
 from ._compat import architecture, cache_layers, text_config, unwrap_cache_preparation, wrap_cache_preparation
+from .cache_file import fingerprint, load_cache, read_facts, save_cache
 from .config import OscarConfig
 from .layer import OscarLayer
 from .memory import CacheMemory, measure
@@ -59,7 +62,7 @@ class OscarQuantizedCache(Cache):
                 raise ValueError(
                     "This model is patched with other rotations; leave `rotations` out, or unpatch_model() first."
                 )
-            transforms, default = patch.transforms, patch.config
+            transforms, default, digest = patch.transforms, patch.config, patch.digest
         elif rotations is None:
             raise ValueError(
                 "This model is not patched, so its rotations are unknown: call patch_model(model, ...) first, "
@@ -68,8 +71,13 @@ class OscarQuantizedCache(Cache):
         else:
             rotations.check_fits(full, architecture(model_config))
             transforms = _shared_transforms(model_or_config, rotations, full)
-            default = rotations.config
-        self.config = config or default
+            default, digest = rotations.config, rotations.digest()
+        self.config, self.digest = config or default, digest
+        self.text_config = model_config
+        is_model = isinstance(model_or_config, PreTrainedModel)
+        self.fingerprint = (
+            patch.fingerprint if patch is not None else fingerprint(model_or_config) if is_model else None
+        )
         if max_cache_len is not None:
             _check_fixed(self.config, max_cache_len)
         leader = None
@@ -154,6 +162,36 @@ class OscarQuantizedCache(Cache):
             first.check_columns(mask[:, :seen].to(first.tiers.like.device, torch.bool))
         if total >= 0:
             first.check_room(total - seen)
+
+    def save(self, directory: str | os.PathLike) -> Path:
+        """Write what is held to a folder, as safetensors and JSON; see `cache_file.save_cache`."""
+        return save_cache(self, directory)
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | os.PathLike,
+        model: PreTrainedModel,
+        rotations: RotationSet | None = None,
+        *,
+        max_cache_len: int | None = None,
+    ) -> OscarQuantizedCache:
+        """Open a cache that `save` wrote, on the model's devices.
+
+        Args:
+            directory: what `save` was given.
+            model: the model it was computed with; patched, or `rotations` are given.
+            rotations: as for a new cache.
+            max_cache_len: fixed storage of so many tokens; a hybrid model's cache must have been saved so.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: another model, other rotations, another version, or a damaged file.
+        """
+        facts = read_facts(directory)
+        cache = cls(model, rotations, OscarConfig.from_dict(facts["config"]), max_cache_len=max_cache_len)
+        load_cache(cache, model, Path(directory), facts)
+        return cache
 
     def memory(self) -> CacheMemory:
         """What is held, byte by byte."""

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from . import __version__
+from . import __version__, cli_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +48,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(cli_cache.app, name="cache")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a Hub id or a .gguf file.")]
 Rotations = Annotated[

@@ -359,6 +359,44 @@ class OscarLayer(CacheLayerMixin):
         """Every tensor that holds keys and values."""
         return self.tiers.buffers() if self.is_initialized else []
 
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What a file has to hold: tensors without slack, and counts."""
+        lengths, floors = self.tiers.lengths, self.tiers.floors
+        used, sink = max(self.tiers.flushed), min(self.config.sink_tokens, max(lengths))
+        tensors = {
+            name: window[:, :, :sink] if "sink" in name else window for name, window in self.tiers.windows.items()
+        }
+        for name, buffers in (("keys", self.tiers.history.keys), ("values", self.tiers.history.values)):
+            tensors |= {f"{name}.{part}": buffer[:, :, :used] for part, buffer in enumerate(buffers)}
+        if self.columns is not None:
+            tensors["columns"] = self.columns
+        return tensors, {"lengths": lengths, "floors": floors, "seen": self.seen}
+
+    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """The inverse of `state`, on the device of the tensors; shapes are checked by being copied."""
+        ring = tensors["recent_keys"]
+        self.lazy_initialization(ring[:, :, :0], ring[:, :, :0])
+        tiers, lengths, floors, seen = self.tiers, facts["lengths"], facts["floors"], facts["seen"]
+        counts = [*lengths, *floors, seen]
+        rows = len(lengths) == len(floors) == ring.shape[0]
+        if not rows or not all(type(count) is int and count >= 0 for count in counts) or seen < max(lengths):
+            raise ValueError("Its counts of tokens are malformed.")
+        held = max(map(tiers.flushed_of, lengths, floors))
+        if ring.shape != tiers.windows["recent_keys"].shape or held != tensors["keys.0"].shape[2]:
+            raise ValueError("Its windows or history are not those of its configuration.")
+        if self.fixed and seen > self.max_cache_len:
+            raise ValueError(f"It holds {seen} tokens, more than max_cache_len={self.max_cache_len}.")
+        for name, window in tiers.windows.items():
+            window[:, :, : tensors[name].shape[2]] = tensors[name]
+        tiers.count(lengths, floors)
+        tiers.history.reserve(held)
+        for name, buffers in (("keys", tiers.history.keys), ("values", tiers.history.values)):
+            for part, buffer in enumerate(buffers):
+                buffer[:, :, :held] = tensors[f"{name}.{part}"]
+        self.columns = tensors.get("columns")
+        self._started = True
+        self._add_columns(seen)
+
     # Rows and columns
 
     def _differences(self, keys: Tensor) -> list[str]:

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ._compat import architecture, cache_argument, cache_layers, input_device, set_attention, text_config
 from .attention import evaluating, observe
 from .cache import OscarQuantizedCache, attach, detach
+from .cache_file import fingerprint
 from .config import OscarConfig
 from .loading import display_name
 from .rotation import RotationSet, absorbed_layers
@@ -44,6 +45,7 @@ class Patch:
     transforms: dict[int, Transform]
     absorbed: list[int]
     previous_attention: str
+    fingerprint: str | None
     rotated_on_disk: bool = False
     reversible: bool = True
     saved: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
@@ -130,8 +132,9 @@ def patch_model(
             transforms = {index: Transform(layer, index in absorbed) for index, layer in rotations.layers.items()}
             previous = set_attention(model, "oscar")
             patch = Patch(
-                rotations, digest, config, default_cache, transforms, absorbed, previous, on_disk is not None
-            )
+                rotations, digest, config, default_cache, transforms, absorbed, previous, fingerprint(model),
+                on_disk is not None,
+            )  # fmt: skip
             model._oscar_patch = patch
             if on_disk is None:
                 for index in absorbed:

@@ -179,9 +179,10 @@ class Tiers:
     @property
     def flushed(self) -> list[int]:
         """Tokens of each row that are in the history."""
-        return [self._flushed(*pair) for pair in zip(self.lengths, self.floors, strict=True)]
+        return [self.flushed_of(*pair) for pair in zip(self.lengths, self.floors, strict=True)]
 
-    def _flushed(self, length: int, floor: int) -> int:
+    def flushed_of(self, length: int, floor: int) -> int:
+        """Tokens in the history of a row that holds `length`, of which `floor` are there whatever the window says."""
         return max(floor, length - self.config.sink_tokens - self.config.recent_tokens, 0)
 
     @property
@@ -219,12 +220,12 @@ class Tiers:
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more in each row."""
-        self.history.reserve(self._flushed(max(self._lengths) + tokens, max(self._floors)))
+        self.history.reserve(self.flushed_of(max(self._lengths) + tokens, max(self._floors)))
 
     def leaving(self, row: int, tokens: int) -> range:
         """Which tokens leave the window of a row when `tokens` come."""
         sink, length, floor = self.config.sink_tokens, self.lengths[row], self.floors[row]
-        return range(sink + self._flushed(length, floor), sink + self._flushed(length + tokens, floor))
+        return range(sink + self.flushed_of(length, floor), sink + self.flushed_of(length + tokens, floor))
 
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Store rotated keys and values [b, H_kv, n, D] of rows of one length, and flush what leaves their window."""

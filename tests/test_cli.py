@@ -197,3 +197,13 @@ def test_damaged_and_foreign_rotations(folder: Path, tmp_path: Path) -> None:
     )
     (tmp_path / WEIGHTS_NAME).write_bytes((tmp_path / WEIGHTS_NAME).read_bytes()[:-100])
     fails("damaged or cut short", "inspect", tmp_path)
+
+
+def test_a_cache_is_saved_and_looked_into(folder: Path, tmp_path: Path) -> None:
+    text = ["--text", folder / "corpus.txt", "--chunk", 500]
+    saved = as_json("cache", "save", folder / "patched", *text, "--out", tmp_path / "context")
+    facts = as_json("cache", "info", tmp_path / "context")
+    assert facts["tokens"] == saved["tokens"] == len((folder / "corpus.txt").read_text())
+    assert facts["rows"] == 1 and facts["quantised_layers"] == 3 and facts["config"]["recipe"] == "balanced"
+    assert "1,800 tokens, 1 rows" in succeed("cache", "info", tmp_path / "context")
+    assert "oscar_cache.json is not there" in run("cache", "info", folder).output

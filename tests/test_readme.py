@@ -49,7 +49,8 @@ def test_python_blocks(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, c
 
 def test_commands(tiny_checkpoint: Path) -> None:
     commands = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("oscar-hf ")]
-    assert len(commands) == 4
+    assert len(commands) == 6
+    Path("book.txt").write_text("A long story, told once. " * 30)
     for command in commands:
         arguments = [str(tiny_checkpoint) if part == MODEL else part for part in shlex.split(command)[1:]]
         if arguments[0] == "calibrate":
