@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 __all__ = ["causal_mask_function", "sdpa_mask"]
@@ -95,13 +96,14 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def wrap_cache_preparation(
-    model: PreTrainedModel, prepare: Callable[[PreTrainedModel, Any | None, Tensor | int, int, bool], Any | None]
+    model: PreTrainedModel, prepare: Callable[[PreTrainedModel, Any | None, Tensor | int, int, bool, bool], Any | None]
 ) -> None:
     """Let `prepare` see, and choose, the cache of every `model.generate`.
 
-    `prepare(model, cache, prompt, total, free)` gets the user's cache or None, the whole prompt's mask or number of
-    tokens (-1 if unknown), the tokens that a cache will hold at most, and whether generate is free to use another
-    cache; it returns a cache, or None for transformers' own.
+    `prepare(model, cache, prompt, total, free, assisted)` gets the user's cache or None, the whole prompt's mask or
+    number of tokens (-1 if unknown), the tokens that a cache will hold at most, whether generate is free to use another
+    cache, and whether candidates are verified (assisted and prompt-lookup decoding); it returns a cache, or None for
+    transformers' own.
     """
 
     def wrapped(self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kw: Any):
@@ -111,7 +113,9 @@ def wrap_cache_preparation(
         if isinstance(mask, Tensor) and mask.dim() == 2:
             prompt = mask
         free = generation_config.use_cache is not False and generation_config.cache_implementation is None
-        cache = prepare(self, model_kwargs.get(name), prompt, generation_config.max_length - 1, free)
+        mode = kw.get("generation_mode", args[0] if args else None)
+        assisted = mode == GenerationMode.ASSISTED_GENERATION
+        cache = prepare(self, model_kwargs.get(name), prompt, generation_config.max_length - 1, free, assisted)
         if cache is not None and model_kwargs.get(name) is None:
             model_kwargs[name] = cache
             if getattr(generation_config, "is_assistant", False):

@@ -251,9 +251,14 @@ def _tell_padding(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -
 
 
 def _prepare_cache(
-    model: PreTrainedModel, cache: Any | None, prompt: Tensor | int, total: int, free: bool
+    model: PreTrainedModel, cache: Any | None, prompt: Tensor | int, total: int, free: bool, assisted: bool
 ) -> Any | None:
     if isinstance(cache, OscarQuantizedCache):
+        if assisted and cache.oscar_layers[0].seen:
+            raise ValueError(
+                "With an assistant or prompt lookup, transformers feeds the whole prompt again, whatever the cache "
+                "holds; pass an empty cache, or generate without speculation."
+            )
         cache.check_prompt(prompt, total)
     patch = getattr(model, "_oscar_patch", None)
     if cache is None and free and patch is not None and patch.default_cache:
