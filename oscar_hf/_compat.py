@@ -101,9 +101,9 @@ def wrap_cache_preparation(
     """Let `prepare` see, and choose, the cache of every `model.generate`.
 
     `prepare(model, cache, prompt, total, free, assisted)` gets the user's cache or None, the whole prompt's mask or
-    number of tokens (-1 if unknown), the tokens that a cache will hold at most, whether generate is free to use another
-    cache, and whether candidates are verified (assisted and prompt-lookup decoding); it returns a cache, or None for
-    transformers' own.
+    number of tokens (-1 if unknown), the tokens that a cache will hold at most, whether generate is free to use
+    another cache, and whether candidates are verified (assisted and prompt-lookup decoding); it returns a cache, or
+    None for transformers' own.
     """
 
     def wrapped(self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kw: Any):
