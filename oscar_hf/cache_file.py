@@ -69,7 +69,7 @@ def save_cache(cache: OscarQuantizedCache, directory: str | os.PathLike) -> Path
     layers = []
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, OscarLayer):
-            held, facts = layer.state()
+            held, facts = layer_state(layer)
             tensors |= {f"{index}.{name}": tensor for name, tensor in held.items()}
             layers.append({"kind": "oscar", **facts})
         else:
@@ -160,11 +160,51 @@ def load_cache(cache: OscarQuantizedCache, model: PreTrainedModel, directory: Pa
                 prefix = f"{index}."
                 held = {n[len(prefix) :]: file.get_tensor(n).to(device) for n in names if n.startswith(prefix)}
                 if isinstance(layer, OscarLayer):
-                    layer.restore(held, saved)
+                    restore_layer(layer, held, saved)
                 else:
                     vars(layer).update(_unpack(saved["state"], str(index), held, device))
     except (SafetensorError, KeyError, TypeError) as error:
         raise ValueError(f"{directory} is not what its JSON says ({type(error).__name__}: {error}).") from error
+
+
+def layer_state(layer: OscarLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What a file has to hold of a layer: tensors without slack, and counts."""
+    tiers, lengths = layer.tiers, layer.tiers.lengths
+    used, sink = max(tiers.flushed), min(layer.config.sink_tokens, max(lengths))
+    tensors = {name: window[:, :, :sink] if "sink" in name else window for name, window in tiers.windows.items()}
+    for name, buffers in (("keys", tiers.history.keys), ("values", tiers.history.values)):
+        tensors |= {f"{name}.{part}": buffer[:, :, :used] for part, buffer in enumerate(buffers)}
+    if layer.columns is not None:
+        tensors["columns"] = layer.columns
+    return tensors, {"lengths": lengths, "floors": tiers.floors, "seen": layer.seen}
+
+
+def restore_layer(layer: OscarLayer, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    """The inverse of `layer_state`, on the device of the tensors.
+
+    Raises:
+        ValueError: counts or shapes that do not fit together.
+    """
+    ring = tensors["recent_keys"]
+    layer.lazy_initialization(ring[:, :, :0], ring[:, :, :0])
+    tiers, lengths, floors, seen = layer.tiers, facts["lengths"], facts["floors"], facts["seen"]
+    counts = [*lengths, *floors, seen]
+    rows = len(lengths) == len(floors) == ring.shape[0]
+    if not rows or not all(type(count) is int and count >= 0 for count in counts) or seen < max(lengths):
+        raise ValueError("Its counts of tokens are malformed.")
+    held = max(map(tiers.flushed_of, lengths, floors))
+    if ring.shape != tiers.windows["recent_keys"].shape or held != tensors["keys.0"].shape[2]:
+        raise ValueError("Its windows or history are not those of its configuration.")
+    if layer.max_cache_len is not None and seen > layer.max_cache_len:
+        raise ValueError(f"It holds {seen} tokens, more than max_cache_len={layer.max_cache_len}.")
+    for name, window in tiers.windows.items():
+        window[:, :, : tensors[name].shape[2]] = tensors[name]
+    tiers.count(lengths, floors)
+    tiers.history.reserve(held)
+    for name, buffers in (("keys", tiers.history.keys), ("values", tiers.history.values)):
+        for part, buffer in enumerate(buffers):
+            buffer[:, :, :held] = tensors[f"{name}.{part}"]
+    layer.resume(seen, tensors.get("columns"))
 
 
 def _sha256(path: Path) -> str:

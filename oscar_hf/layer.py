@@ -10,9 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .config import OscarConfig
-from .quantization import dequantize
-from .reading import Logits, attend_chunk, attend_step, can_step, store
-from .storage import Span, Tiers
+from .reading import Logits, attend_chunk, attend_step, can_step, store, unpack_all
+from .storage import Tiers
 from .transform import Transform
 
 
@@ -359,42 +358,9 @@ class OscarLayer(CacheLayerMixin):
         """Every tensor that holds keys and values."""
         return self.tiers.buffers() if self.is_initialized else []
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a file has to hold: tensors without slack, and counts."""
-        lengths, floors = self.tiers.lengths, self.tiers.floors
-        used, sink = max(self.tiers.flushed), min(self.config.sink_tokens, max(lengths))
-        tensors = {
-            name: window[:, :, :sink] if "sink" in name else window for name, window in self.tiers.windows.items()
-        }
-        for name, buffers in (("keys", self.tiers.history.keys), ("values", self.tiers.history.values)):
-            tensors |= {f"{name}.{part}": buffer[:, :, :used] for part, buffer in enumerate(buffers)}
-        if self.columns is not None:
-            tensors["columns"] = self.columns
-        return tensors, {"lengths": lengths, "floors": floors, "seen": self.seen}
-
-    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """The inverse of `state`, on the device of the tensors; shapes are checked by being copied."""
-        ring = tensors["recent_keys"]
-        self.lazy_initialization(ring[:, :, :0], ring[:, :, :0])
-        tiers, lengths, floors, seen = self.tiers, facts["lengths"], facts["floors"], facts["seen"]
-        counts = [*lengths, *floors, seen]
-        rows = len(lengths) == len(floors) == ring.shape[0]
-        if not rows or not all(type(count) is int and count >= 0 for count in counts) or seen < max(lengths):
-            raise ValueError("Its counts of tokens are malformed.")
-        held = max(map(tiers.flushed_of, lengths, floors))
-        if ring.shape != tiers.windows["recent_keys"].shape or held != tensors["keys.0"].shape[2]:
-            raise ValueError("Its windows or history are not those of its configuration.")
-        if self.fixed and seen > self.max_cache_len:
-            raise ValueError(f"It holds {seen} tokens, more than max_cache_len={self.max_cache_len}.")
-        for name, window in tiers.windows.items():
-            window[:, :, : tensors[name].shape[2]] = tensors[name]
-        tiers.count(lengths, floors)
-        tiers.history.reserve(held)
-        for name, buffers in (("keys", tiers.history.keys), ("values", tiers.history.values)):
-            for part, buffer in enumerate(buffers):
-                buffer[:, :, :held] = tensors[f"{name}.{part}"]
-        self.columns = tensors.get("columns")
-        self._started = True
+    def resume(self, seen: int, columns: Tensor | None) -> None:
+        """Go on from tiers that were filled by other means: `seen` columns, of which `columns` says which are real."""
+        self.columns, self._started = columns, True
         self._add_columns(seen)
 
     # Rows and columns
@@ -402,8 +368,7 @@ class OscarLayer(CacheLayerMixin):
     def _differences(self, keys: Tensor) -> list[str]:
         """How keys [B, H_kv, n, D] differ from those held."""
         held = self.tiers.like
-        expected = (held.shape[0], held.shape[1], held.shape[3], held.dtype, held.device)
-        given = (keys.shape[0], keys.shape[1], keys.shape[3], keys.dtype, keys.device)
+        expected, given = ((*s.shape[:2], s.shape[3], s.dtype, s.device) for s in (held, keys))
         names = ("batch size", "KV heads", "head_dim", "dtype", "device")
         return [f"{n} {g} instead of {e}" for n, g, e in zip(names, given, expected, strict=True) if g != e]
 
@@ -444,7 +409,7 @@ class OscarLayer(CacheLayerMixin):
 
     def _all_columns(self, count: int) -> Tensor:
         """Which of the first `count` columns are real, [B, count] bool."""
-        every = torch.ones(self.batch_size, count, dtype=torch.bool, device=self.tiers.like.device)
+        every = self.tiers.like.new_ones(self.batch_size, count, dtype=torch.bool)
         if self.columns is not None:
             every[:, : self.columns.shape[1]] = self.columns
         return every
@@ -476,26 +441,8 @@ class OscarLayer(CacheLayerMixin):
 
     def _dense(self) -> tuple[Tensor, Tensor]:
         """All keys and values [B, H_kv, seen, D] in the model's basis and dtype, zeros at padding."""
-        tiers, like = self.tiers, self.tiers.like
-        keys, values = (like.new_zeros(*like.shape[:2], self.seen, like.shape[3]) for _ in range(2))
-        together = tiers.uniform and self.columns is None
-        columns = self._all_columns(self.seen)
-        for rows in [slice(None)] if together else [slice(row, row + 1) for row in range(self.batch_size)]:
-            real = None if self.columns is None else columns[rows.start].nonzero().squeeze(-1)
-            for span in tiers.exact(rows):
-                self._place(keys, values, rows, real, span)
-            for packed in tiers.history.blocks(rows, tiers.flushed[rows][0]):
-                states = (p if isinstance(p, Tensor) else dequantize(p) for p in (packed.keys, packed.values))
-                self._place(keys, values, rows, real, Span(self.config.sink_tokens + packed.start, *states))
-        return keys, values
-
-    def _place(self, keys: Tensor, values: Tensor, rows: slice, real: Tensor | None, span: Span) -> None:
-        """Put a span, back in the model's basis, at its columns; `real` are the columns that hold tokens."""
-        columns = (
-            torch.arange(span.start, span.stop, device=keys.device) if real is None else real[span.start : span.stop]
-        )
-        keys[rows].index_copy_(2, columns, self.transform.undo_keys(span.keys).to(keys.dtype))
-        values[rows].index_copy_(2, columns, self.transform.undo_values(span.values).to(values.dtype))
+        seen = self.seen
+        return unpack_all(self.tiers, self.transform, seen, None if self.columns is None else self._all_columns(seen))
 
 
 def _pick(states: Tensor, tokens: Tensor | None) -> Tensor:

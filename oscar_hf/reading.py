@@ -12,6 +12,7 @@ from torch import Tensor
 from . import kernels
 from .kernels import attend_blocks, exact_attention
 from .kernels.reference import QUERY_BLOCK, Block
+from .quantization import dequantize
 from .storage import PackedSpan, Span, Tiers
 from .transform import Transform
 
@@ -142,6 +143,31 @@ def attend_chunk(
         )
         output[:, :, :, first:last] = transform.undo_values(result).unflatten(2, (-1, last - first))
     return output.flatten(1, 2).to(query.dtype)
+
+
+def unpack_all(tiers: Tiers, transform: Transform, seen: int, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+    """All keys and values [B, H_kv, seen, D] in the model's basis and dtype, zeros at padding.
+
+    `columns` [B, seen] bool says which are real; None: all, in rows of any length.
+    """
+    like = tiers.like
+    keys, values = (like.new_zeros(*like.shape[:2], seen, like.shape[3]) for _ in range(2))
+    together = tiers.uniform and columns is None
+    for rows in [slice(None)] if together else [slice(row, row + 1) for row in range(like.shape[0])]:
+        real = None if columns is None else columns[rows.start].nonzero().squeeze(-1)
+
+        def place(span: Span, rows: slice = rows, real: Tensor | None = real) -> None:
+            at = torch.arange(span.start, span.stop, device=like.device)
+            at = at if real is None else real[span.start : span.stop]
+            keys[rows].index_copy_(2, at, transform.undo_keys(span.keys).to(like.dtype))
+            values[rows].index_copy_(2, at, transform.undo_values(span.values).to(like.dtype))
+
+        for span in tiers.exact(rows):
+            place(span)
+        for packed in tiers.history.blocks(rows, tiers.flushed[rows][0]):
+            states = (p if isinstance(p, Tensor) else dequantize(p) for p in (packed.keys, packed.values))
+            place(Span(tiers.config.sink_tokens + packed.start, *states))
+    return keys, values
 
 
 def store(tiers: Tiers, transform: Transform, rows: slice, key: Tensor, value: Tensor) -> None:

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from test_layer import random_rotation, random_states
 from torch import Tensor
 
+from oscar_hf.cache_file import layer_state, restore_layer
 from oscar_hf.config import OscarConfig
 from oscar_hf.layer import OscarLayer
 from oscar_hf.quantization import dequantize, quantize
@@ -125,10 +126,10 @@ class CacheMachine(RuleBasedStateMachine):
     def saved(self) -> None:
         if not self.rows[0].columns:
             return
-        tensors, facts = self.layer.state()
+        tensors, facts = layer_state(self.layer)
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         again = OscarLayer(self.layer.transform, CONFIG, self.layer.text_config, self.layer.max_cache_len)
-        again.restore(tensors, facts)
+        restore_layer(again, tensors, facts)
         self.layer = again
 
     @rule()
