@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from . import __version__, cli_cache
+from . import __version__, cli_cache, cli_zoo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +49,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(cli_cache.app, name="cache")
+app.add_typer(cli_zoo.app, name="zoo")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a Hub id or a .gguf file.")]
 Rotations = Annotated[
@@ -264,6 +265,8 @@ def inspect(
     """
     _report({"path": path, **_describe_path(path)}, as_json)
 
+
+app.command()(cli_zoo.export)
 
 # Describing
 

@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
     DryRunError,
     EntryNotFoundError,
     GatedRepoError,
+    HfHubHTTPError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -231,8 +232,10 @@ def _from_huggingface(source: Source, revision: str, patterns: list[str]) -> Pat
     from huggingface_hub import snapshot_download
 
     wanted: dict[str, Any] = {"repo_id": source.repo, "revision": revision, "allow_patterns": patterns}
-    with suppress(DryRunError):  # offline: sizes are checked as the files are read
+    try:
         _check_size({file.filename: file.file_size for file in snapshot_download(**wanted, dry_run=True)}, source)
+    except DryRunError as error:  # offline: sizes are checked as the files are read
+        wanted["local_files_only"] = not isinstance(error.__cause__, HfHubHTTPError)
     return Path(snapshot_download(**wanted))
 
 
@@ -389,7 +392,7 @@ def push(
         dry_run: upload nothing.
 
     Returns:
-        dict: repository, files with sizes and SHA-256, card, and the commit's address (None after a dry run).
+        dict: repository, card, files with sizes and, unless this is a dry run, SHA-256 and the commit's address.
     """
     _checked(_REPO, repo, "push", "repository OWNER/NAME")
     if hub not in HUBS:
@@ -401,11 +404,13 @@ def push(
         source = Source(hub, repo)
         card = model_card(rotations, source.url, licence=licence, measured=measured)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        files = {
-            path.name: {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-            for path in sorted(folder.iterdir())
-        }
         address = None if dry_run else _upload(hub, repo, folder, f"Add {rotations!r}", private)
+        files: dict[str, dict[str, Any]] = {
+            path.name: {"size": path.stat().st_size} for path in sorted(folder.iterdir())
+        }
+        if address is not None:  # safetensors orders its metadata at random: only what was uploaded has a checksum
+            for name, facts in files.items():
+                facts["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
     return {"hub": hub, "repo": repo, "files": files, "card": card, "address": address}
 
 

@@ -19,7 +19,6 @@ from .attention import evaluating, observe
 from .cache import OscarQuantizedCache, attach, detach
 from .cache_file import fingerprint
 from .config import OscarConfig
-from .loading import display_name
 from .rotation import RotationSet, absorbed_layers
 from .transform import Transform
 from .zoo import find_rotations
@@ -223,7 +222,7 @@ def _find(model: PreTrainedModel, rotations: RotationSet | str | os.PathLike | N
             pattern = f"{ROTATIONS_FOLDER}/*"
             folder = Path(snapshot_download(model.name_or_path, revision=revision, allow_patterns=pattern))
         return RotationSet.from_pretrained(folder / ROTATIONS_FOLDER)
-    return find_rotations(display_name(model.name_or_path))
+    return find_rotations(model.name_or_path)
 
 
 @torch.no_grad()

@@ -243,6 +243,12 @@ class RotationSet:
         save_file(tensors, directory / WEIGHTS_NAME, metadata={"format": "pt", "oscar_version": str(FILE_VERSION)})
         (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
 
+    def push_to_hub(self, repo_id: str, **options: Any) -> dict[str, Any]:
+        """Publish the set with a generated model card; a dry run unless `dry_run=False`. Options: `hub.push`."""
+        from .hub import push
+
+        return push(self, repo_id, **options)
+
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike) -> RotationSet:
         """Read and check a set that `save_pretrained` wrote.

@@ -157,6 +157,15 @@ def resolve(name: str, index: dict[str, Entry]) -> Entry | None:
     return None
 
 
+def named(name: str) -> Entry:
+    """`resolve` in this installation's index; raises FileNotFoundError with what is near."""
+    index = zoo_index()
+    entry = resolve(name, index)
+    if entry is None:
+        raise _unknown(name, index)
+    return entry
+
+
 def _last(name: str) -> str:
     return name.rsplit("/", 1)[-1]
 
@@ -207,7 +216,7 @@ def _hub_card(name: str) -> Path | None:
         return None
     try:
         facts = hf_hub_download(name, "README.md", dry_run=True)
-        return Path(hf_hub_download(name, "README.md")) if facts.file_size <= MAX_CARD_BYTES else None
+        return Path(hf_hub_download(name, "README.md")) if (facts.file_size or 0) <= MAX_CARD_BYTES else None
     except Exception:  # no network, no such model, no card: nothing to learn
         return None
 
@@ -337,9 +346,7 @@ def pull(
         FileNotFoundError: no such entry, or nothing published that is known here.
         ValueError: not pinned and no revision given, another checksum than pinned, or not this model's.
     """
-    entry = name if isinstance(name, Entry) else resolve(name, index := zoo_index())
-    if entry is None:
-        raise _unknown(str(name), index)
+    entry = name if isinstance(name, Entry) else named(name)
     if entry.folder:
         check_files(entry)
         return entry.folder
@@ -347,9 +354,11 @@ def pull(
     if folder is None:
         sources = [source for source in sources if source.hub in HUBS]
     if not sources:
+        by_hand = ", ".join(source.about or source.url for source in entry.sources)
         raise FileNotFoundError(
-            f"{entry.name}: no files are recorded{f' on {zoo}' if zoo else ''}, so there is nothing to pull; give a "
-            "folder of published files with --from, hf://OWNER/NAME@REVISION/FOLDER, or calibrate the model."
+            f"{entry.name}: no files are recorded{f' on {zoo}' if zoo else ''}, so there is nothing to pull"
+            f"{f' (but see {by_hand})' if by_hand else ''}; give a folder of published files with --from, "
+            "a hub path hf://OWNER/NAME@REVISION/FOLDER, or calibrate the model."
         )
     store = store_folder()
     store.mkdir(parents=True, exist_ok=True)

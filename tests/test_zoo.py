@@ -159,7 +159,7 @@ def test_models_and_their_quantised_variants(name: str, entry: str | None) -> No
         ("---\nbase_model: 'a/b\\x07'\n---\n", []),
         ("---\nbase_model: {a: b}\n---\n", []),
         ("---\nbase_model: !!python/object/apply:os.system ['true']\n---\n", []),
-        ("---\n" + "[" * 5000 + "\n---\n", []),
+        ("---\n" + "[" * 1000 + "\n---\n", []),
         ("---\nbase_model: [\n---\n", []),
         ("no front matter", []),
     ],
@@ -208,7 +208,7 @@ def test_zoo_of_a_folder(tmp_path: Path) -> None:
     assert find_rotations("owner/one", zoo=tmp_path).digest() == one.digest()
     assert find_rotations("owner/One-AWQ", zoo=str(tmp_path)).digest() == one.digest()
     assert find_rotations("second", zoo=tmp_path).digest() == two.digest()
-    with pytest.raises(FileNotFoundError, match=r"nearest: first, second\)"):
+    with pytest.raises(FileNotFoundError, match=r"nearest: first\)"):
         find_rotations("third", zoo=tmp_path)
     write_index(tmp_path, only={"models": [], "folder": "second"})
     with pytest.raises(FileNotFoundError, match=r"nearest: only\)"):
@@ -299,17 +299,17 @@ def test_symlinked_and_missing_files_at_hand(readable: None, shared_data: Path, 
 def test_layers_and_shapes_are_checked_against_the_recipe() -> None:
     entry = INDEX["qwen3.5-4b"]
     layer = LayerRotation(torch.eye(256), torch.eye(256))
-    finish(entry, RotationSet({index: layer for index in range(3, 32, 4)}))
+    finish(entry, RotationSet(dict.fromkeys(range(3, 32, 4), layer)))
     with pytest.raises(ValueError, match=r"qwen3.5-4b: .*lack full-attention layers \[31\]"):
-        finish(entry, RotationSet({index: layer for index in range(3, 28, 4)}))
+        finish(entry, RotationSet(dict.fromkeys(range(3, 28, 4), layer)))
     with pytest.raises(ValueError, match=r"qwen3.5-4b: .*have layers \[0\]"):
-        finish(entry, RotationSet({index: layer for index in [0, *range(3, 32, 4)]}))
+        finish(entry, RotationSet(dict.fromkeys([0, *range(3, 32, 4)], layer)))
     small = LayerRotation(torch.eye(128), torch.eye(128))
     with pytest.raises(ValueError, match="qwen3.5-4b: Layer 3: rotations for head_dim 128, but the model's is 256"):
-        finish(entry, RotationSet({index: small for index in range(3, 32, 4)}))
+        finish(entry, RotationSet(dict.fromkeys(range(3, 32, 4), small)))
     heads = LayerRotation(torch.eye(256).repeat(2, 1, 1), torch.eye(256))
     with pytest.raises(ValueError, match=r"qwen3.5-4b: Layer 3: k_rotation has shape \[2, 256, 256\], expected"):
-        finish(entry, RotationSet({index: heads for index in range(3, 32, 4)}))
+        finish(entry, RotationSet(dict.fromkeys(range(3, 32, 4), heads)))
 
 
 # Hostile indices
