@@ -63,6 +63,7 @@ def patch_model(
     rotations: RotationSet | str | os.PathLike | None = None,
     config: OscarConfig | None = None,
     *,
+    zoo: str | os.PathLike | None = None,
     absorb: bool = True,
     default_cache: bool = True,
     reversible: bool = True,
@@ -80,6 +81,8 @@ def patch_model(
         rotations: a RotationSet, a folder that holds one, or a name in the RotationZoo. None: those saved with the
             model by `oscar-hf patch`, else the zoo's for this model.
         config: storage settings (default: the rotations').
+        zoo: where names are looked up: None (this package, what was pulled, then the hubs), "hub", "modelscope", or a
+            folder of sets.
         absorb: False applies the value rotation online everywhere.
         default_cache: `model.generate(...)` without a cache uses an OscarQuantizedCache.
         reversible: keep the original weights of rotated projections in CPU memory, for `unpatch_model`.
@@ -98,7 +101,7 @@ def patch_model(
     if patch is not None:
         config = config or patch.config
         config.groups(architecture(model_config)["head_dim"])
-        if rotations is not None and _find(model, rotations).digest() != patch.digest:
+        if rotations is not None and _find(model, rotations, zoo).digest() != patch.digest:
             raise ValueError("This model is patched with other rotations; call unpatch_model(model) first.")
         patch.config, patch.default_cache = config, default_cache
         return model
@@ -107,7 +110,7 @@ def patch_model(
             "This model shares its configuration object with a patched model, and so its attention implementation; "
             "load it anew, or give it a configuration of its own."
         )
-    rotations = _find(model, rotations)
+    rotations = _find(model, rotations, zoo)
     rotations.check_fits(full, architecture(model_config))
     config = config or rotations.config
     config.groups(architecture(model_config)["head_dim"])
@@ -205,24 +208,26 @@ def save_patched(model: PreTrainedModel, directory: str | os.PathLike, **kwargs:
     rotations.save_pretrained(Path(directory) / ROTATIONS_FOLDER)
 
 
-def _find(model: PreTrainedModel, rotations: RotationSet | str | os.PathLike | None) -> RotationSet:
+def _find(
+    model: PreTrainedModel, rotations: RotationSet | str | os.PathLike | None, zoo: str | os.PathLike | None = None
+) -> RotationSet:
     """A set as it is, that of a folder or zoo name, or, for None, the one beside the model's weights or the zoo's."""
     if isinstance(rotations, RotationSet):
         return rotations
     if rotations is not None:
-        return find_rotations(rotations)
+        return find_rotations(rotations, zoo)
     if not model.name_or_path:
         raise FileNotFoundError(
             "This model has no name to find rotations by; pass rotations=..., made by `oscar-hf calibrate`."
         )
-    if getattr(model.config, "oscar", None) is not None:
+    if getattr(model.config, "oscar", None) is not None and zoo is None:
         folder = Path(model.name_or_path)
         if not folder.is_dir():
             revision = getattr(model.config, "_commit_hash", None)
             pattern = f"{ROTATIONS_FOLDER}/*"
             folder = Path(snapshot_download(model.name_or_path, revision=revision, allow_patterns=pattern))
         return RotationSet.from_pretrained(folder / ROTATIONS_FOLDER)
-    return find_rotations(model.name_or_path)
+    return find_rotations(model.name_or_path, zoo)
 
 
 @torch.no_grad()

@@ -475,6 +475,14 @@ class TestRefusals:
             OscarQuantizedCache("qwen2", rotations_for(model))
         self.unchanged(model)
 
+    def test_a_folder_of_sets_as_the_zoo(self, model: PreTrainedModel, tmp_path) -> None:
+        rotations = rotations_for(model)
+        rotations.save_pretrained(tmp_path / "tiny")
+        with pytest.raises(FileNotFoundError, match="tiny"):
+            patch_model(model, "tinny", zoo=tmp_path)
+        patch_model(model, "tiny", zoo=tmp_path)
+        assert model._oscar_patch.digest == rotations.digest()
+
     def test_unpatching_what_cannot_be(self, model: PreTrainedModel) -> None:
         with pytest.raises(ValueError, match="not patched"):
             unpatch_model(model)
