@@ -26,7 +26,7 @@ from oscar_hf.quantization import Quantized, quantize
 
 
 def write_chunk(keys: Tensor, values: Tensor, into: tuple[Quantized, Quantized], config: OscarConfig) -> None:
-    """ADAPTER: quantise rotated keys and values [1, H, T, D] of one layer into its history."""
+    """Quantise rotated keys and values [1, H, T, D] of one layer into its history."""
     from oscar_hf.kernels import quantize_into
 
     for states, (codes, affine), clip in zip((keys, values), into, (config.k_clip, config.v_clip), strict=True):
@@ -93,7 +93,7 @@ def measure_write(results: Results, length: int, heads: int, size: int) -> None:
 
     into = empty(), empty()
     for name, call in (
-        ("write_chunk kernel", lambda: write_chunk(keys, values, into, config)),
+        ("quantising rotated rows", lambda: write_chunk(keys, values, into, config)),
         ("quantize, plain torch", plain),
         ("copy in BF16", copy),
     ):

@@ -12,7 +12,6 @@ KERNELS = {
     "BF16 split Triton": "BF16, simple split Triton kernel",
     "INT2 plain Triton": "INT2, plain Triton kernel",
     "ours": "OSCAR: all tiers, merge included",
-    "ours, portable": "OSCAR: the same by the portable kernel",
     "ours, whole step": "OSCAR: rotate, append and quantise besides",
     "read the same bytes": "a kernel that only reads OSCAR's bytes",
 }

@@ -437,6 +437,7 @@ def attend_split(
     quarter = size // 4
     level1, level2 = levels or (1.0, 2.0)
     precise = recent_keys.dtype == torch.float32
+    small = not chunk and block == 16 and k_affine.shape[3] == 1  # registers and shared memory for larger tiles
     with device_guard(query):
         _attend[(splits, triton.cdiv(rows, block), batch * heads)](
             query, k_codes, k_affine, v_codes, v_affine, sink_keys, sink_values, recent_keys, recent_values,
@@ -447,7 +448,7 @@ def attend_split(
             recent_tokens, heads, splits, window_splits,
             SINK=sink_keys.shape[2], RING=1 if chunk else recent_keys.shape[2], QUARTER=quarter,
             BQ=max(16, triton.next_power_of_2(quarter)), BM=block,
-            BN=32 if size > 128 or precise else BLOCK_TOKENS if chunk else 2 * BLOCK_TOKENS,
+            BN=32 if size > 128 or precise else 2 * BLOCK_TOKENS if small else BLOCK_TOKENS,
             GROUPS=k_affine.shape[3], CHUNK=chunk, SOFTCAP=softcap is not None, OFFSET=offset is not None,
             LEVELS=levels is not None, PRECISE=precise, PDL=launch_pdl,
             num_warps=WARPS, num_stages=2, **dependent_launch(launch_pdl),
