@@ -19,18 +19,28 @@ from torch import Tensor
 
 from eval.speed import common
 from eval.speed.common import DEVICE, Results, attempt, cache_bytes, graph_us, make_cache, numbers, release
-from oscar_hf import OscarConfig
+from oscar_hf import OscarConfig, kernels
 from oscar_hf._compat import architecture, cache_argument
 from oscar_hf.config import get_recipe
-from oscar_hf.quantization import Quantized, quantize
+from oscar_hf.quantization import quantize
+from oscar_hf.storage import Tiers
 
 
-def write_chunk(keys: Tensor, values: Tensor, into: tuple[Quantized, Quantized], config: OscarConfig) -> None:
-    """Quantise rotated keys and values [1, H, T, D] of one layer into its history."""
-    from oscar_hf.kernels import quantize_into
-
-    for states, (codes, affine), clip in zip((keys, values), into, (config.k_clip, config.v_clip), strict=True):
-        quantize_into(states, codes, affine, clip=clip, scale_rule=config.scale_rule)
+def write_chunk(keys: Tensor, values: Tensor, tiers: Tiers, k_mean: Tensor, k_rotation: Tensor) -> None:
+    """Rotate keys, quantise and store keys and values [1, H, T, D] of one layer, as a prefill does."""
+    kernels.write_chunk(
+        keys,
+        values,
+        *tiers.buffers(),
+        k_mean=k_mean,
+        k_rotation=k_rotation,
+        v_rotation=None,
+        start=0,
+        flushed=tiers.flushed_of(keys.shape[2], 0),
+        k_clip=tiers.config.k_clip,
+        v_clip=tiers.config.v_clip,
+        scale_rule=tiers.config.scale_rule,
+    )
 
 
 @torch.no_grad()
@@ -72,15 +82,16 @@ def measure_model(results: Results, shape: str, length: int, repeats: int, kinds
 
 
 def measure_write(results: Results, length: int, heads: int, size: int) -> None:
-    """Quantising the keys and values of one layer: our kernel, plain torch, and a copy of the same bytes."""
+    """Storing the keys and values of one layer: our kernels, plain torch's quantising, a copy of the same bytes."""
     recipe = get_recipe("balanced")
     config = OscarConfig(recipe.name, k_clip=recipe.k_clip, v_clip=recipe.v_clip, scale_rule=recipe.scale_rule)
-    keys, values = (torch.randn(1, heads, length, size, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    keys, values = (  # as projections leave them
+        torch.randn(1, length, heads, size, dtype=torch.bfloat16, device=DEVICE).transpose(1, 2) for _ in range(2)
+    )
     copies = torch.empty_like(keys), torch.empty_like(values)
-
-    def empty() -> Quantized:
-        codes = torch.empty(1, heads, length, size // 4, dtype=torch.uint8, device=DEVICE)
-        return Quantized(codes, torch.empty(1, heads, length, 1, 2, dtype=torch.float16, device=DEVICE))
+    tiers = Tiers(config, keys, length)
+    k_rotation = torch.linalg.qr(torch.randn(heads, size, size, device=DEVICE))[0].contiguous()
+    k_mean = torch.randn(heads, size, device=DEVICE)
 
     def plain() -> None:
         for states, clip in ((keys, config.k_clip), (values, config.v_clip)):
@@ -91,10 +102,9 @@ def measure_write(results: Results, length: int, heads: int, size: int) -> None:
         copies[0].copy_(keys)
         copies[1].copy_(values)
 
-    into = empty(), empty()
     for name, call in (
-        ("quantising rotated rows", lambda: write_chunk(keys, values, into, config)),
-        ("quantize, plain torch", plain),
+        ("rotate, quantise and store", lambda: write_chunk(keys, values, tiers, k_mean, k_rotation)),
+        ("quantise alone, plain torch", plain),
         ("copy in BF16", copy),
     ):
 

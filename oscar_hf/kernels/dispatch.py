@@ -13,8 +13,8 @@ from .launch import LOG2E, dependent_launches
 from .reference_write import quantize_into_reference, rotate_and_append_reference
 
 try:
-    from . import attend, decode
-    from . import quantize as quantize_module
+    from . import append, attend, decode
+    from . import write as writing
 
     HAS_TRITON = True
 except ImportError:
@@ -30,7 +30,7 @@ def available(tensor: Tensor) -> bool:
 
 def quantize_into(rows: Tensor, codes: Tensor, affine: Tensor, *, clip: float, scale_rule: str) -> None:
     """Quantise rows [b, H_kv, n, D] into codes [b, H_kv, n, D/4] and affine [b, H_kv, n, groups, 2]."""
-    write = quantize_module.quantize_into if available(rows) else quantize_into_reference
+    write = writing.quantize_into if available(rows) else quantize_into_reference
     write(rows, codes, affine, 0, clip=clip, scale_rule=scale_rule)
 
 
@@ -47,8 +47,8 @@ def write_chunk(
     v_affine: Tensor,
     **settings: Any,
 ) -> None:
-    """Rotate and store a chunk in one launch; on a GPU. See `quantize.write_chunk`."""
-    quantize_module.write_chunk(
+    """Rotate and store a chunk; on a GPU. See `write.write_chunk`."""
+    writing.write_chunk(
         keys,
         values,
         sink_keys=sink_keys,
@@ -191,9 +191,9 @@ def step(
         offset = (grouped @ k_mean.unsqueeze(-1)).squeeze(-1) * scaling
     output = query.new_empty(batch, queries, heads, size)
     on_gpu = available(query)
-    append = quantize_module.rotate_and_append if on_gpu else rotate_and_append_reference
+    rotate_and_append = append.rotate_and_append if on_gpu else rotate_and_append_reference
     pdl = on_gpu and dependent_launches(query.device)
-    rotated = append(
+    rotated = rotate_and_append(
         query,
         key,
         value,
