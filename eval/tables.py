@@ -69,12 +69,14 @@ def facts() -> str:
     return "\n".join([*lines, "", f"{source(sets[0])}; {other}."])
 
 
-def speed(part: str, make: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
-    """A table of `eval.speed` with its source."""
+def speed(make: Callable[[dict[str, Any]], str], *parts: str) -> Callable[[], str]:
+    """A table of `eval.speed` with its sources; of what several files measured, the last one's figure stands."""
 
     def table() -> str:
-        results = load(f"speed-{part}")
-        return f"{make(results)}\n\n{source(results)}."
+        runs = [load(f"speed-{part}") for part in parts]
+        results = {**runs[0], "rows": [row for run in runs for row in run["rows"]]}
+        sources = [source(runs[0]), *(source(run).split(": ", 1)[1] for run in runs[1:])]
+        return f"{make(results)}\n\n{'; '.join(sources)}."
 
     return table
 
@@ -83,8 +85,10 @@ TABLES = {
     "reproduce": reproduce,
     "facts": facts,
     "decode": decode,
-    "speed-kernel": speed("kernel", speed_tables.kernel),
-    "speed-decode": speed("decode-8b", speed_tables.decode),
+    "speed-kernel": speed(speed_tables.kernel, "kernel"),
+    "speed-decode": speed(speed_tables.decode, "decode-8b", "decode-tuned", "decode-tuned-32k"),
+    "speed-throughput": speed(speed_tables.throughput, "throughput"),
+    "speed-prefill": speed(speed_tables.prefill, "prefill"),
 }
 
 

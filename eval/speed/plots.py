@@ -18,6 +18,7 @@ VARIANTS = {
     "static-compiled": ("StaticCache, compiled", "tab:orange", "-"),
     "oscar-eager": ("OSCAR, eager", "tab:cyan", "--"),
     "oscar-compiled": ("OSCAR, compiled", "tab:blue", "-"),
+    "oscar-tuned": ("OSCAR, compiled and tuned", "tab:green", "-"),
 }
 KERNELS = {
     "BF16 SDPA": ("BF16 SDPA", "tab:orange", "-"),
@@ -25,6 +26,7 @@ KERNELS = {
     "BF16 split Triton": ("BF16 split Triton", "tab:brown", "--"),
     "INT2 plain Triton": ("INT2, plain Triton", "tab:gray", "--"),
     "ours": ("OSCAR", "tab:blue", "-"),
+    "ours, portable": ("OSCAR, portable kernel", "tab:purple", "--"),
     "ours, whole step": ("OSCAR, with rotating and appending", "tab:cyan", "--"),
     "read the same bytes": ("reading OSCAR's bytes", "black", ":"),
 }
