@@ -12,7 +12,8 @@ from oscar_hf.kernels import reference
 from oscar_hf.quantization import Quantized, quantize, unpack
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-from oscar_hf.kernels.attend import LOG2E, attend_split, merge  # noqa: E402
+from oscar_hf.kernels.attend import LOG2E, attend_split  # noqa: E402
+from oscar_hf.kernels.merge import merge  # noqa: E402
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU")),

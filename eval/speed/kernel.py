@@ -20,7 +20,7 @@ from torch import Tensor
 from eval.speed import baselines, common
 from eval.speed.common import DEVICE, Results, attempt, graph_us, numbers, release, short
 from oscar_hf import OscarConfig
-from oscar_hf.kernels import attend, dispatch, reference
+from oscar_hf.kernels import attend, dispatch, merge, reference
 from oscar_hf.kernels.launch import dependent_launches
 from oscar_hf.quantization import Quantized, dequantize
 from oscar_hf.rotation import hadamard
@@ -66,7 +66,7 @@ def ours(state: State, portable: bool = False) -> Tensor:
     settings = {"queries": queries, "recent_tokens": RECENT, "softcap": None, "offset": None, "launch_pdl": pdl}
     partial, stats = split(*arguments, **settings)
     output = state.query.new_empty(batch, queries, heads, size)
-    attend.merge(partial, stats, output, queries=queries, launch_pdl=pdl)
+    merge.merge(partial, stats, output, queries=queries, launch_pdl=pdl)
     return output
 
 

@@ -13,7 +13,7 @@ from .launch import LOG2E, dependent_launches
 from .reference_write import quantize_into_reference, rotate_and_append_reference
 
 try:
-    from . import append, attend, decode
+    from . import append, attend, decode, merge
     from . import write as writing
 
     HAS_TRITON = True
@@ -112,7 +112,7 @@ def attend_history(
         softcap=softcap,
         offset=None if offset is None else offset * LOG2E,
     )
-    attend.merge(partial, stats, output, queries=queries, sink_logits=sink_logits, v_rotation=v_rotation)
+    merge.merge(partial, stats, output, queries=queries, sink_logits=sink_logits, v_rotation=v_rotation)
 
 
 def attend_split(query: Tensor, *tiers: Tensor, softcap: float | None, offset: Tensor | None, **settings: Any) -> Any:
@@ -238,7 +238,7 @@ def step(
         launch_pdl=pdl,
         **settings,
     )
-    attend.merge(
+    merge.merge(
         partial,
         stats,
         output,

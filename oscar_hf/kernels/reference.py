@@ -199,7 +199,7 @@ def attend_step(
     sink_logits: Tensor | None = None,
     offset: Tensor | None = None,
 ) -> Tensor:
-    """What `attend.attend_split` and `attend.merge` compute together: see there. [B, H_kv, M, D] float32."""
+    """What `attend.attend_split` and `merge.merge` compute together: see there. [B, H_kv, M, D] float32."""
     sink, ring = sink_keys.shape[2], recent_keys.shape[2]
     output = torch.empty_like(query)
     own = torch.arange(query.shape[2], device=query.device) % queries
