@@ -193,6 +193,48 @@ class OscarQuantizedCache(Cache):
         load_cache(cache, model, Path(directory), facts)
         return cache
 
+    def fork(self, copies: int = 1) -> OscarQuantizedCache:
+        """A cache with `copies` of each row, side by side, that shares this one's history instead of copying it.
+
+        Both go on on their own, and what each adds is its own. The history stays shared whatever comes; windows and
+        the newest few hundred tokens are copied once rows differ (at once if this cache has several rows).
+
+        Args:
+            copies: of each row, 1 or more.
+
+        Raises:
+            ValueError: no such number, or fixed storage, whose addresses cannot be shared.
+            RuntimeError: the last forward failed halfway.
+
+        Example:
+            >>> model(**context, past_key_values=cache)
+            >>> model.generate(**prompt, past_key_values=cache.fork(8), num_return_sequences=8, do_sample=True)
+        """
+        if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
+            raise ValueError(f"copies={copies!r} must be a whole number, 1 or more.")
+        first = self.oscar_layers[0]
+        if first.fixed:
+            raise ValueError(
+                "Fixed storage cannot be shared: fork a cache made without max_cache_len, "
+                "or copy this one (copy.deepcopy, then batch_repeat_interleave)."
+            )
+        if len({layer.seen for layer in self.oscar_layers}) > 1:
+            raise RuntimeError("An earlier forward failed halfway. Call cache.reset() and start over.")
+        rows = torch.arange(first.batch_size if first.is_initialized else 0).repeat_interleave(copies)
+        layers: list[Any] = []
+        leader: OscarLayer | None = None
+        for layer in self.layers:
+            if isinstance(layer, OscarLayer):
+                layers.append(layer.fork(copies, leader))
+                leader = leader or layers[-1]
+            else:
+                layers.append(copy.deepcopy(layer))
+                if copies > 1 and len(rows):
+                    layers[-1].reorder_cache(rows)
+        twin = copy.copy(self)
+        twin.layers = layers
+        return twin
+
     def memory(self) -> CacheMemory:
         """What is held, byte by byte."""
         return measure(self)

@@ -169,7 +169,8 @@ def load_cache(cache: OscarQuantizedCache, model: PreTrainedModel, directory: Pa
 
 def layer_state(layer: OscarLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What a file has to hold of a layer: tensors without slack, and counts."""
-    tiers, lengths = layer.tiers, layer.tiers.lengths
+    tiers = layer.tiers.whole()
+    lengths = tiers.lengths
     used, sink = max(tiers.flushed), min(layer.config.sink_tokens, max(lengths))
     tensors = {name: window[:, :, :sink] if "sink" in name else window for name, window in tiers.windows.items()}
     for name, buffers in (("keys", tiers.history.keys), ("values", tiers.history.values)):

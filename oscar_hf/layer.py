@@ -354,8 +354,20 @@ class OscarLayer(CacheLayerMixin):
             twin._mark_static()
         return twin
 
+    def fork(self, copies: int, leader: OscarLayer | None = None) -> OscarLayer:
+        """A layer of another cache with `copies` of each row, which shares what both hold; see `Tiers.fork`."""
+        if self._staged:
+            raise RuntimeError("The last forward failed halfway. Call cache.reset() and start over.")
+        twin = copy.copy(self)
+        twin.leader, twin._checked, twin.padding = leader, None, None
+        if self.is_initialized:
+            twin.tiers = self.tiers.fork(copies)
+        if self.columns is not None:
+            twin.columns = self.columns.repeat_interleave(copies, 0)
+        return twin
+
     def buffers(self) -> list[Tensor]:
-        """Every tensor that holds keys and values."""
+        """Every tensor that holds keys and values, but for those of the tiers' prefixes."""
         return self.tiers.buffers() if self.is_initialized else []
 
     def resume(self, seen: int, columns: Tensor | None) -> None:

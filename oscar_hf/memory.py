@@ -20,11 +20,12 @@ class CacheMemory:
         sink: bytes of the first tokens, 16-bit in a 16-bit model.
         recent: bytes of the recent window.
         history: bytes of the quantised history, scales and mins included.
-        slack: bytes of the history's buffers that hold no token yet.
+        slack: bytes of the history's buffers that hold no token yet; after a fork also what they hold that it copied.
         other: bytes of layers that OSCAR does not quantise (sliding windows, linear attention), of padding masks and
             of token counts.
-        history_elements: keys and values in the history; `8 * history / history_elements` are the bits of each.
-        elements: keys and values in all quantised layers.
+        history_elements: keys and values in the history, shared ones counted once; `8 * history / history_elements`
+            are the bits of each.
+        elements: keys and values in all quantised layers, row by row.
         dense: bytes that the quantised layers' tokens would take unquantised.
     """
 
@@ -69,22 +70,24 @@ class CacheMemory:
 
 def measure(cache: OscarQuantizedCache) -> CacheMemory:
     """Count the storages that a cache's layers hold."""
-    sink = recent = history = slack = history_elements = elements = dense = 0
+    sink = recent = history = history_elements = elements = dense = 0
+    held: dict[int, int] = {}  # bytes of each storage of histories
     layers = [layer for layer in cache.oscar_layers if layer.is_initialized]
     for layer in layers:
         tiers = layer.tiers
         for name, window in tiers.windows.items():
             size = window.untyped_storage().nbytes()
             sink, recent = (sink + size, recent) if name.startswith("sink") else (sink, recent + size)
-        like = tiers.like
-        row = 2 * like.shape[1] * like.shape[3]  # elements of one token
-        for buffer in tiers.history.buffers():
-            used = _token_bytes(buffer) * sum(tiers.flushed)
-            history += used
-            slack += buffer.untyped_storage().nbytes() - used
-        history_elements += row * sum(tiers.flushed)
-        elements += row * sum(tiers.lengths)
-        dense += row * sum(tiers.lengths) * like.element_size()
+        row = 2 * tiers.like.shape[1] * tiers.like.shape[3]  # elements of one token
+        counted = [(tiers.history.buffers(), sum(tiers.flushed[: 1 if tiers.borrowed else None]))]
+        counted += [(prefix.buffers(), prefix.keys[0].shape[0] * prefix.tokens) for prefix in tiers.prefixes]
+        for buffers, tokens in counted:
+            history += sum(map(_token_bytes, buffers)) * tokens
+            history_elements += row * tokens
+            held |= {b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in buffers}
+        tokens = sum(tiers.lengths) + tiers.prefix_tokens * layer.batch_size
+        elements += row * tokens
+        dense += row * tokens * tiers.like.element_size()
     others = [layer for layer in cache.layers if layer not in cache.oscar_layers]
     loose = [tensor for other in others for tensor in tensors_in(vars(other))]
     loose += [layer.columns for layer in layers if layer.columns is not None]
@@ -95,7 +98,7 @@ def measure(cache: OscarQuantizedCache) -> CacheMemory:
         sink,
         recent,
         history,
-        slack,
+        sum(held.values()) - history,
         sum(storages.values()),
         history_elements,
         elements,

@@ -68,6 +68,7 @@ def attend_step(
     if not tiers.fixed:
         tiers.reserve(query.shape[2])
     config = tiers.config
+    shared = _attend_prefixes(tiers, transform, slice(None), query, logits)
     step: Any = torch.ops.oscar_hf.step if torch.compiler.is_compiling() else kernels.step
     output = step(
         query,
@@ -82,6 +83,7 @@ def attend_step(
         config.k_clip,
         config.v_clip,
         config.scale_rule,
+        **shared,
     )
     if not tiers.fixed:
         tiers.stepped(query.shape[2])
@@ -97,7 +99,7 @@ def attend_chunk(
     """
     config, size, count = tiers.config, query.shape[-1], query.shape[2]
     start = tiers.lengths[rows][0]
-    if start == 0 and config.exact_chunks:
+    if start == 0 and config.exact_chunks and not tiers.prefixes:
         output = exact_attention(
             query, key, value, scaling=logits.scaling, softcap=logits.softcap, sink_logits=logits.sinks
         )
@@ -125,6 +127,7 @@ def attend_chunk(
                 sink_logits=logits.sinks,
                 offset=transform.mean_logits(part, logits.factor(size)) if logits.see_the_mean else None,
                 v_rotation=transform.tensors(key.device)[3],
+                **_attend_prefixes(tiers, transform, rows, query[:, :, first:last], logits),
             )
         tiers.append(rows, keys, values)
         return output.transpose(1, 2)
@@ -145,6 +148,24 @@ def attend_chunk(
     return output.flatten(1, 2).to(query.dtype)
 
 
+def _attend_prefixes(
+    tiers: Tiers, transform: Transform, rows: slice, query: Tensor, logits: Logits
+) -> dict[str, Tensor]:
+    """Attention of queries [b, H_q, n, D] of some rows to what these share, for kernels to go on from."""
+    if not tiers.prefixes:
+        return {}
+    factor = logits.factor(query.shape[-1])
+    query = query.unflatten(1, (tiers.like.shape[1], -1)).flatten(2, 3)  # [b, H_kv, G n, D]
+    return kernels.attend_prefixes(
+        transform.queries(query),
+        [prefix.select(rows) for prefix in tiers.prefixes],
+        tiers.like,
+        scaling=factor,
+        softcap=logits.softcap,
+        offset=transform.mean_logits(query, factor) if logits.see_the_mean else None,
+    )
+
+
 def unpack_all(tiers: Tiers, transform: Transform, seen: int, columns: Tensor | None) -> tuple[Tensor, Tensor]:
     """All keys and values [B, H_kv, seen, D] in the model's basis and dtype, zeros at padding.
 
@@ -156,17 +177,23 @@ def unpack_all(tiers: Tiers, transform: Transform, seen: int, columns: Tensor | 
     for rows in [slice(None)] if together else [slice(row, row + 1) for row in range(like.shape[0])]:
         real = None if columns is None else columns[rows.start].nonzero().squeeze(-1)
 
-        def place(span: Span, rows: slice = rows, real: Tensor | None = real) -> None:
-            at = torch.arange(span.start, span.stop, device=like.device)
-            at = at if real is None else real[span.start : span.stop]
-            keys[rows].index_copy_(2, at, transform.undo_keys(span.keys).to(like.dtype))
-            values[rows].index_copy_(2, at, transform.undo_values(span.values).to(like.dtype))
+        def place(start: int, span: Span | PackedSpan, rows: slice = rows, real: Tensor | None = real) -> None:
+            at = torch.arange(start, start + span.stop - span.start, device=like.device)
+            at = at if real is None else real[start : start + len(at)]
+            for held, states, undo in (
+                (keys, span.keys, transform.undo_keys),
+                (values, span.values, transform.undo_values),
+            ):
+                plain = states if isinstance(states, Tensor) else dequantize(states)
+                held[rows].index_copy_(2, at, undo(plain).to(like.dtype).expand_as(held[rows, :, : len(at)]))
 
+        sink, shared = tiers.config.sink_tokens, tiers.prefix_tokens
         for span in tiers.exact(rows):
-            place(span)
+            place(span.start + (shared if span.start >= sink else 0), span)
+        for packed in tiers.shared_blocks(rows):
+            place(sink + packed.start, packed)
         for packed in tiers.history.blocks(rows, tiers.flushed[rows][0]):
-            states = (p if isinstance(p, Tensor) else dequantize(p) for p in (packed.keys, packed.values))
-            place(Span(tiers.config.sink_tokens + packed.start, *states))
+            place(sink + shared + packed.start, packed)
     return keys, values
 
 
@@ -179,8 +206,7 @@ def store(tiers: Tiers, transform: Transform, rows: slice, key: Tensor, value: T
     row = rows.indices(len(tiers.lengths))[0]
     start = tiers.lengths[row]
     leaving = tiers.leaving(row, key.shape[2])
-    if not tiers.fixed:
-        tiers.history.reserve(leaving.stop - config.sink_tokens)
+    tiers.make_room(leaving.stop - config.sink_tokens)
     old = tiers.recent(rows, leaving.start, min(start, leaving.stop))
     for span in old:
         tiers.history.write(rows, span.start - config.sink_tokens, span.keys, span.values)
@@ -209,7 +235,7 @@ def _blocks(
     row, count = rows.indices(len(tiers.lengths))[0], keys.shape[2]
     if count == 1:
         tiers.append(rows, keys, values)
-        history = tiers.history.blocks(rows, tiers.flushed[row])
+        history = [*tiers.shared_blocks(rows), *tiers.history.blocks(rows, tiers.flushed[row])]
         spans: list[Span | PackedSpan] = [*tiers.exact(rows), *history]
         yield 0, 1, ((span.keys, span.values, None) for span in spans)
         return
@@ -241,7 +267,7 @@ def _chunk_blocks(
     used = visible.any(0).nonzero().squeeze(-1)
     if len(used):
         yield kept.keys.index_select(2, used), kept.values.index_select(2, used), visible[:, used]
-    for packed in tiers.history.blocks(rows, flushed):
+    for packed in (*tiers.shared_blocks(rows), *tiers.history.blocks(rows, flushed)):
         yield packed.keys, packed.values, None
     if not exact:  # tokens that left the window within this chunk
         reached = min(tiers.flushed[row], int(queries[-1]) - recent - sink + 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from .config import OscarConfig
 from .kernels import quantize_into
 from .quantization import Quantized
+from .sharing import Prefix
 
 GROWTH = 1 / 16
 GRANULE = 32
@@ -82,6 +84,30 @@ class History:
                 new[:, :, : old.shape[2]] = old
                 buffers[index] = new
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> History:
+        """The same of other buffers: `change` of each."""
+        twin = copy.copy(self)
+        twin.keys, twin.values = ([change(buffer) for buffer in held] for held in (self.keys, self.values))
+        return twin
+
+    @torch.inference_mode(False)
+    def copied(self, stop: int, start: int = 0, before: list[Prefix] | None = None) -> History:
+        """Tokens `start` to `stop` in buffers of their own, behind those of `before`."""
+        twin, before = copy.copy(self), before or []
+        shared = sum(prefix.tokens for prefix in before)
+        room = -(-(shared + stop - start) // GRANULE) * GRANULE
+        pieces = [prefix.states() for prefix in before]
+        for part, name in enumerate(("keys", "values")):
+            buffers = []
+            for index, old in enumerate(getattr(self, name)):
+                new, place = old.new_empty(*old.shape[:2], room, *old.shape[3:]), 0
+                for piece in (*(states[part][index] for states in pieces), old[:, :, start:stop]):
+                    new[:, :, place : place + piece.shape[2]] = piece
+                    place += piece.shape[2]
+                buffers.append(new)
+            setattr(twin, name, buffers)
+        return twin
+
     def write(self, rows: slice, start: int, keys: Tensor, values: Tensor) -> None:
         """Quantise keys and values [b, H_kv, n, D] of some rows into tokens `start`, `start + 1`, ..."""
         for states, buffers, clip in (
@@ -101,23 +127,19 @@ class History:
         """Tokens `start` to `stop` of some rows, at most `READ_BLOCK` at a time."""
         for first in range(start, stop, READ_BLOCK):
             last = min(first + READ_BLOCK, stop)
-            keys, values = (
-                Quantized(*parts) if self.config.bits == 2 else parts[0]
-                for parts in ([buffer[rows, :, first:last] for buffer in held] for held in (self.keys, self.values))
-            )
-            yield PackedSpan(first, last, keys, values)
+            parts = ([buffer[rows, :, first:last] for buffer in held] for held in (self.keys, self.values))
+            yield PackedSpan(first, last, *map(self.packed, parts))
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, in this order; a row may come more than once."""
-        for buffers in (self.keys, self.values):
-            buffers[:] = [select_rows(buffer, rows) for buffer in buffers]
+    def packed(self, parts: list[Tensor]) -> Tensor | Quantized:
+        """Buffers of keys or of values as readers take them."""
+        return Quantized(*parts) if self.config.bits == 2 else parts[0]
 
 
 @torch.inference_mode(False)
-def select_rows(buffer: Tensor, rows: Tensor) -> Tensor:
-    """Rows of a buffer: in place where the shape stays, so that addresses do."""
+def select_rows(buffer: Tensor, rows: Tensor, in_place: bool) -> Tensor:
+    """Rows of a buffer; `in_place` where the shape stays, so that addresses do."""
     selected = buffer.index_select(0, rows.to(buffer.device))
-    return buffer.copy_(selected) if selected.shape == buffer.shape else selected
+    return buffer.copy_(selected) if in_place and selected.shape == buffer.shape else selected
 
 
 class Tiers:
@@ -127,6 +149,9 @@ class Tiers:
     `config.rollback` slots larger than the recent window; once `recent_tokens` newer ones have come, a token is in the
     history too, at `t - sink_tokens`, and is read there. The spare slots let a few tokens be taken back, or several
     come at once, and leave everything as if tokens had come one by one.
+
+    After `fork`, the first tokens of the history are in `prefixes`, and everything else is as if those had never come:
+    lengths, floors and places do not count them. They are a multiple of `ring`, so that slots stay the same.
 
     Args:
         config: sizes of the tiers, and the format of the history.
@@ -153,6 +178,8 @@ class Tiers:
             for name in ("keys", "values")
         }
         self.history = History(config, like)
+        self.prefixes: list[Prefix] = []
+        self.borrowed = False  # windows and history are another's too, of one row that all rows repeat
         if max_tokens is not None:
             self.history.reserve(max(1, max_tokens - config.sink_tokens))
 
@@ -165,6 +192,11 @@ class Tiers:
     def ring(self) -> int:
         """Slots of the recent window."""
         return self.windows["recent_keys"].shape[2]
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens of each row that are in `prefixes`."""
+        return sum(prefix.tokens for prefix in self.prefixes)
 
     @property
     def lengths(self) -> list[int]:
@@ -201,7 +233,7 @@ class Tiers:
         self._lengths = [length + tokens for length in self._lengths]
 
     def buffers(self) -> list[Tensor]:
-        """Every tensor that holds keys and values."""
+        """Every tensor that holds keys and values, but for those of `prefixes`."""
         return [*self.windows.values(), *self.history.buffers()]
 
     def tensors(self) -> list[Tensor]:
@@ -220,7 +252,24 @@ class Tiers:
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more in each row."""
-        self.history.reserve(self.flushed_of(max(self._lengths) + tokens, max(self._floors)))
+        self.make_room(self.flushed_of(max(self._lengths) + tokens, max(self._floors)))
+
+    def make_room(self, flushed: int) -> None:
+        """See to there being buffers that may be written to, with `flushed` tokens in the history."""
+        if self.fixed:
+            return
+        if self.borrowed:
+            self._own(self.history.copied(max(self.flushed)))
+        self.history.reserve(flushed)
+
+    @torch.inference_mode(False)
+    def _own(self, history: History) -> None:
+        """Go on with this history, and with windows of one's own."""
+        self.history = history
+        if self.borrowed:
+            contiguous = torch.contiguous_format
+            self.windows = {name: window.clone(memory_format=contiguous) for name, window in self.windows.items()}
+        self.borrowed = False
 
     def leaving(self, row: int, tokens: int) -> range:
         """Which tokens leave the window of a row when `tokens` come."""
@@ -233,8 +282,7 @@ class Tiers:
         start = self.lengths[row]
         stop = start + keys.shape[2]
         leaving = self.leaving(row, keys.shape[2])
-        if not self.fixed:
-            self.history.reserve(leaving.stop - sink)
+        self.make_room(leaving.stop - sink)
         if leaving:
             new = slice(max(0, leaving.start - start), max(0, leaving.stop - start))
             old = self.recent(rows, leaving.start, min(start, leaving.stop))
@@ -277,8 +325,76 @@ class Tiers:
         spans += self.recent(rows, sink + self.flushed[row], length)
         return [span for span in spans if span.keys.shape[2]]
 
+    def shared_blocks(self, rows: slice) -> Iterator[PackedSpan]:
+        """What is in `prefixes`, for some rows; [1, ...] where these read the same."""
+        past = 0
+        for whole in self.prefixes:
+            prefix = whole.select(rows)
+            for first in range(0, prefix.tokens, READ_BLOCK):
+                block = prefix.part(first, min(first + READ_BLOCK, prefix.tokens))
+                start = past + first
+                yield PackedSpan(start, start + block.tokens, *map(self.history.packed, block.states()))
+            past += prefix.tokens
+
+    def fork(self, copies: int) -> Tiers:
+        """`copies` of each row, side by side, in tiers that share with these all that either holds now.
+
+        What the ring no longer holds stays shared for good. The rest is copied by whoever is first to write to it, or
+        at once if there are several rows.
+        """
+        self._share()
+        batch = len(self._lengths)
+        twin = copy.copy(self)
+        twin.seen_tensor = self.seen_tensor.clone()
+        self.borrowed = twin.borrowed = self.borrowed or batch == 1
+        twin.select(torch.arange(batch).repeat_interleave(copies))
+        return twin
+
+    def _share(self) -> None:
+        """Move what the ring no longer holds from the history to `prefixes`."""
+        sink = self.config.sink_tokens
+        oldest = min(max(f, n - self.ring - sink, 0) for n, f in zip(self.lengths, self.floors, strict=True))
+        tokens = oldest // self.ring * self.ring
+        if not tokens:
+            return
+        batch = len(self._lengths)
+        held = self.history.mapped(lambda buffer: buffer[:1]) if self.borrowed else self.history
+        keys, values = (tuple(buffer[:, :, :tokens] for buffer in buffers) for buffers in (held.keys, held.values))
+        self.prefixes = [*self.prefixes, Prefix(keys, values, (0,) * batch if self.borrowed else tuple(range(batch)))]
+        rest = held.copied(max(self.flushed), tokens)
+        self.history = rest.mapped(lambda buffer: buffer.expand(batch, *buffer.shape[1:]))
+        self.count([n - tokens for n in self.lengths], [max(0, f - tokens) for f in self.floors])
+
+    def _take_back(self, tokens: int) -> None:
+        """Have the last `tokens` tokens of `prefixes`, or a few more, in a history of one's own."""
+        tokens = left = min(-(-tokens // self.ring) * self.ring, self.prefix_tokens)
+        kept = list(self.prefixes)
+        taken: list[Prefix] = []
+        while left:
+            last = kept.pop()
+            split = max(0, last.tokens - left)
+            taken.insert(0, last.part(split, last.tokens))
+            left -= taken[0].tokens
+            if split:
+                kept.append(last.part(0, split))
+        self._own(self.history.copied(max(self.flushed), before=taken))
+        self.prefixes = kept
+        self.count([n + tokens for n in self.lengths], [f + tokens for f in self.floors])
+
+    def whole(self) -> Tiers:
+        """The same tokens in tiers that share nothing of their history."""
+        if not self.prefixes:
+            return self
+        twin = copy.copy(self)
+        twin.length_tensor, twin.floor_tensor = self.length_tensor.clone(), self.floor_tensor.clone()
+        twin._take_back(self.prefix_tokens)
+        return twin
+
     def crop(self, counts: list[int]) -> None:
         """Forget the newest tokens of each row; what the ring no longer holds exactly stays quantised."""
+        shortest = min(n - count for n, count in zip(self.lengths, counts, strict=True)) - self.config.sink_tokens
+        if shortest < 0 and self.prefixes:
+            self._take_back(-shortest)
         sink, lengths, floors = self.config.sink_tokens, [], []
         for length, floor, count in zip(self.lengths, self.floors, counts, strict=True):
             lengths.append(length - count)
@@ -288,11 +404,18 @@ class Tiers:
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order; a row may come more than once."""
-        self.history.select(rows)
-        self.windows = {name: select_rows(window, rows) for name, window in self.windows.items()}
         order = rows.tolist()
         lengths, floors = [self.lengths[row] for row in order], [self.floors[row] for row in order]
+
+        def chosen(buffer: Tensor) -> Tensor:
+            if self.borrowed:
+                return buffer[:1].expand(len(order), *buffer.shape[1:])
+            return select_rows(buffer, rows, in_place=self.fixed)
+
+        self.windows = {name: chosen(window) for name, window in self.windows.items()}
+        self.history = self.history.mapped(chosen)
+        self.prefixes = [prefix.select(order) for prefix in self.prefixes]
         self.length_tensor, self.floor_tensor = (
-            select_rows(tensor, rows) for tensor in (self.length_tensor, self.floor_tensor)
+            select_rows(tensor, rows, in_place=self.fixed) for tensor in (self.length_tensor, self.floor_tensor)
         )
         self.count(lengths, floors)

@@ -158,6 +158,7 @@ def _attend(
     if CHUNK:
         window_start = 0
         window_stop = tl.minimum(exact_count, exact_count - queries + tl.max(tl.where(in_rows, own, 0)) + 1)
+        window_stop = tl.where(split == 0, window_stop, 0)
     else:
         span = tl.cdiv(tl.cdiv(SINK + RING, window_splits), BN) * BN
         window_start = split * span
@@ -222,12 +223,9 @@ def _attend(
         a3 = tl.dot(weights, v3.to(STATE), a3 * shrink[:, None], input_precision=PRECISION)
 
     # history
-    if CHUNK:
-        first, stop = 0, newest
-    else:
-        span = tl.cdiv(tl.cdiv(newest, splits - window_splits), BN) * BN
-        first = (split - window_splits) * span
-        stop = tl.where(split < window_splits, first, tl.minimum(first + span, newest))
+    span = tl.cdiv(tl.cdiv(newest, splits - window_splits), BN) * BN
+    first = (split - window_splits) * span
+    stop = tl.where(split < window_splits, first, tl.minimum(first + span, newest))
     codes_place = batch64 * codes_batch + head64 * codes_head
     affine_place = batch64 * affine_batch + head64 * affine_head
     for start in range(first, stop, BN):
@@ -315,6 +313,13 @@ def step_splits(batch: int, heads: int, capacity: int, windows: int, device: tor
     return window_splits + max(1, min(wanted, -(-capacity // 256))), window_splits
 
 
+def chunk_splits(shape: torch.Size, batch: int, tokens: int, device: torch.device) -> int:
+    """How many splits share `tokens` of the history, for queries [B, H_kv, M, D] handled as those of `batch` rows."""
+    heads, rows = shape[1], shape[0] * shape[2] // batch
+    programs = batch * heads * triton.cdiv(rows, _block(rows))
+    return max(1, min(processors(device) * PROGRAMS // programs, -(-tokens // 256)))
+
+
 def attend_split(
     query: Tensor,
     k_codes: Tensor,
@@ -354,7 +359,8 @@ def attend_split(
         lengths: [B] int32, tokens before this step.
         floors: [B] int32, tokens that are in the history whatever the window says.
         queries: new tokens.
-        splits: programs that share one head's tokens, 1 for a chunk. None: as the shapes suggest.
+        splits: programs that share one head's tokens; in a chunk, the first takes all exact ones. None: as the shapes
+            suggest.
         window_splits: how many of them read the windows.
         recent_tokens: of the window, the newest query's included.
         history: for a chunk: tokens of the history that all queries see.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..sharing import Prefix
 from . import reference
 from .launch import LOG2E, dependent_launches
 from .reference_write import quantize_into_reference, rotate_and_append_reference
@@ -75,6 +76,8 @@ def attend_history(
     sink_logits: Tensor | None,
     offset: Tensor | None,
     v_rotation: Tensor | None,
+    partial: Tensor | None = None,
+    stats: Tensor | None = None,
 ) -> None:
     """Attention of a chunk's queries to a quantised history, unpacked as it is read, and to exact tokens; on a GPU.
 
@@ -89,11 +92,13 @@ def attend_history(
         sink_logits: [H_q].
         offset: [b, H_kv, G n] float32, added to the logits.
         v_rotation: undone on the output; None: nothing to undo.
+        partial: what `attend_prefixes` gave for these queries, or None.
+        stats: the same.
     """
     queries = output.shape[1]
     k_codes, k_affine, v_codes, v_affine = history
     keys, values = exact
-    partial, stats = attend.attend_split(
+    results = attend.attend_split(
         query * (scaling * LOG2E),
         k_codes,
         k_affine,
@@ -112,7 +117,76 @@ def attend_history(
         softcap=softcap,
         offset=None if offset is None else offset * LOG2E,
     )
-    merge.merge(partial, stats, output, queries=queries, sink_logits=sink_logits, v_rotation=v_rotation)
+    results = _joined((partial, stats), results)
+    merge.merge(*results, output, queries=queries, sink_logits=sink_logits, v_rotation=v_rotation)
+
+
+def attend_prefixes(
+    query: Tensor,
+    prefixes: Sequence[Prefix],
+    like: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None,
+    offset: Tensor | None,
+) -> dict[str, Tensor]:
+    """Attention to history that rows share, which all queries see; on a GPU.
+
+    Rows that read the same are handled as more query rows of one, so that its bytes are read once for all of them.
+
+    Args:
+        query: [B, H_kv, M, D] float32, rotated.
+        prefixes: of B rows.
+        like: states [B, H_kv, _, D] of the model's dtype.
+        scaling: factor on the logits.
+        softcap: as in `reference.attend_blocks`.
+        offset: [B, H_kv, M] float32, added to the logits.
+
+    Returns:
+        dict: `partial` and `stats` as from `attend.attend_split`; empty if there are no prefixes.
+    """
+    results: tuple[Any, Any] = (None, None)
+    query, offset = query * (scaling * LOG2E), None if offset is None else offset * LOG2E
+    for prefix in prefixes:
+        groups = list(prefix.groups())
+        splits = attend.chunk_splits(query.shape, len(groups), prefix.tokens, query.device)
+        pieces = []
+        nothing = like[:1, :, :0]
+        for source, rows in groups:
+            k_codes, k_affine, v_codes, v_affine = (buffer[source : source + 1] for buffer in prefix.buffers())
+            piece = attend.attend_split(
+                reference.fold(query[rows]),
+                k_codes,
+                k_affine,
+                v_codes,
+                v_affine,
+                nothing,
+                nothing,
+                nothing,
+                nothing,
+                None,
+                None,
+                queries=1,
+                splits=splits,
+                history=prefix.tokens,
+                softcap=softcap,
+                offset=None if offset is None else reference.fold(offset[rows]),
+            )
+            # [1, H_kv, S, b M, ...] -> [b, H_kv, S, M, ...]
+            pieces.append([x.squeeze(0).unflatten(2, (len(rows), -1)).movedim(2, 0) for x in piece])
+        order = torch.tensor([row for _, rows in groups for row in rows]).argsort().to(query.device)
+        partial, stats = (
+            parts[0] if len(groups) == 1 else torch.cat(parts)[order] for parts in zip(*pieces, strict=True)
+        )
+        results = _joined(results, (partial, stats))
+    return {} if results[0] is None else {"partial": results[0], "stats": results[1]}
+
+
+def _joined(one: tuple[Tensor | None, Tensor | None], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Partial results over disjoint tokens as splits of one; contiguous."""
+    if one[0] is None or one[1] is None:
+        return other
+    return torch.cat([one[0], other[0]], 2).contiguous(), torch.cat([one[1], other[1]], 2).contiguous()
 
 
 def attend_split(query: Tensor, *tiers: Tensor, softcap: float | None, offset: Tensor | None, **settings: Any) -> Any:
@@ -150,6 +224,8 @@ def step(
     k_clip: float,
     v_clip: float,
     scale_rule: str,
+    partial: Tensor | None = None,
+    stats: Tensor | None = None,
 ) -> Tensor:
     """Store a few tokens a row and attend, as if they had come one by one; counts them in `lengths`.
 
@@ -178,6 +254,8 @@ def step(
         k_clip: as in OscarConfig; `v_clip` and `scale_rule` too.
         v_clip: as k_clip.
         scale_rule: as k_clip.
+        partial: what `attend_prefixes` gave for these queries, or None; on a GPU.
+        stats: the same.
 
     Returns:
         Tensor: [B, n, H_q, D] in the query's dtype.
@@ -228,7 +306,7 @@ def step(
         output.copy_(result.unflatten(2, (-1, queries)).flatten(1, 2).transpose(1, 2))
         lengths += queries
         return output
-    partial, stats = attend_split(
+    results = attend_split(
         rotated,
         *history,
         *windows,
@@ -239,8 +317,7 @@ def step(
         **settings,
     )
     merge.merge(
-        partial,
-        stats,
+        *_joined((partial, stats), results),
         output,
         queries=queries,
         sink_logits=sink_logits,

@@ -23,8 +23,11 @@ Block = tuple[Rows, Rows, Tensor | None]
 def _products(query: Tensor, keys: Rows) -> Tensor:
     """`query keys'`, [B, H_kv, N, D] with [B, H_kv, n, D]; of packed keys only the codes are multiplied:
 
-    `q (scale code + min)' = scale (q code') + min sum(q)`.
+    `q (scale code + min)' = scale (q code') + min sum(q)`. Keys [1, ...] are those of every row of the batch.
     """
+    batch = query.shape[0]
+    if batch > (keys if isinstance(keys, Tensor) else keys.codes).shape[0]:
+        return unfold(_products(fold(query), keys), batch)
     if isinstance(keys, Tensor):
         return query @ keys.float().mT
     if keys.affine.shape[-2] > 1:
@@ -35,7 +38,10 @@ def _products(query: Tensor, keys: Rows) -> Tensor:
 
 
 def _combine(weights: Tensor, values: Rows) -> Tensor:
-    """`weights values`, [B, H_kv, N, n] with [B, H_kv, n, D]: `sum_n (p scale) code + sum_n p min`."""
+    """`weights values`, [B, H_kv, N, n] with [B or 1, H_kv, n, D]: `sum_n (p scale) code + sum_n p min`."""
+    batch = weights.shape[0]
+    if batch > (values if isinstance(values, Tensor) else values.codes).shape[0]:
+        return unfold(_combine(fold(weights), values), batch)
     if isinstance(values, Tensor):
         return weights @ values.float()
     if values.affine.shape[-2] > 1:
@@ -43,6 +49,16 @@ def _combine(weights: Tensor, values: Rows) -> Tensor:
     scale, minimum = values.affine.float().squeeze(-2).split(1, dim=-1)  # [B, H_kv, n, 1]
     combined = (weights * scale.mT) @ code_values(values.codes)
     return from_byte_order(combined) + weights @ minimum
+
+
+def fold(x: Tensor) -> Tensor:
+    """[B, H, N, ...] -> [1, H, B N, ...]"""
+    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def unfold(x: Tensor, batch: int) -> Tensor:
+    """The inverse of `fold`."""
+    return x.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1)
 
 
 def attend_blocks(
