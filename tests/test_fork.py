@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_layer import feed, make_layer, random_rotation, random_states
+from test_layer import feed, make_layer, random_states
 from tiny import tiny_model
 from torch import Tensor
 
@@ -210,16 +210,13 @@ def test_eight_answers_to_one_context(patched: bool) -> None:
     expected = copy.deepcopy(cache)
     expected.batch_repeat_interleave(8)
     prompt = torch.cat([context.expand(8, -1), question], 1)
-    settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
-    given = model.generate(prompt, past_key_values=cache.fork(8), **settings)
-    assert torch.equal(given, model.generate(prompt, past_key_values=expected, **settings))
-    for row in range(3):  # and one by one
-        one = model.generate(prompt[row : row + 1], past_key_values=cache.fork(), **settings)
-        assert torch.equal(one[0], given[row, : one.shape[1]])
-    torch.manual_seed(0)
-    many = model.generate(
-        prompt[:1], past_key_values=cache.fork(4), num_return_sequences=4, do_sample=True, max_new_tokens=20
-    )
+    name, settings = cache_argument(model), {"max_new_tokens": 16, "do_sample": False}
+    given = model.generate(prompt, **{name: cache.fork(8)}, **settings)
+    assert torch.equal(given, model.generate(prompt, **{name: expected}, **settings))
+    one = model.generate(prompt[2:3], **{name: cache.fork()}, **settings)  # and one by one
+    assert torch.equal(one[0], given[2, : one.shape[1]])
+    settings = {"num_return_sequences": 4, "do_sample": True, "max_new_tokens": 8}
+    many = model.generate(prompt[:1], **{name: cache.fork(4)}, **settings)
     assert len(many) == 4 and len({tuple(row.tolist()) for row in many}) > 1
 
 
@@ -269,14 +266,13 @@ def test_layers_that_are_not_quantised_are_copied(family: str) -> None:
     cache = OscarQuantizedCache(model)
     run(model, torch.randint(3, 128, (1, 90)), cache)
     alone, fork = copy.deepcopy(cache), cache.fork(2)
-    new = torch.randint(3, 128, (2, 12))
-    given = [run(model, new[:, t : t + 1], fork) for t in range(12)]
+    new = torch.randint(3, 128, (2, 14))
+    given = [run(model, part, fork) for part in new.split([1, 13], 1)]
     for row in range(2):
         twin = copy.deepcopy(alone)
-        for t in range(12):
-            expected = run(model, new[row : row + 1, t : t + 1], twin)
-            torch.testing.assert_close(given[t][row], expected[0], rtol=1e-4, atol=1e-4)
-    assert torch.equal(run(model, new[:1, :5], cache), run(model, new[:1, :5], alone))
+        for output, part in zip(given, new[row : row + 1].split([1, 13], 1), strict=True):
+            torch.testing.assert_close(output[row], run(model, part, twin)[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(run(model, new[:1], cache), run(model, new[:1], alone), rtol=1e-4, atol=1e-4)
 
 
 def test_empty_caches_fork_and_what_cannot_is_refused() -> None:

@@ -63,6 +63,7 @@ class CacheMachine(RuleBasedStateMachine):
         text_config = SimpleNamespace(_attn_implementation="oscar")
         self.layer = OscarLayer(self.transform, CONFIG, text_config, LIMIT if fixed else None)
         self.rows = [Row() for _ in range(batch)]
+        self.other: tuple[OscarLayer, list[Row]] | None = None
 
     @rule(count=st.integers(1, 30), holes=st.booleans(), data=st.data())
     def append(self, count: int, holes: bool, data: st.DataObject) -> None:
@@ -111,10 +112,24 @@ class CacheMachine(RuleBasedStateMachine):
             self.layer.batch_repeat_interleave(2)
             self.rows = [copy.deepcopy(row) for row in self.rows for _ in range(2)]
 
+    @rule(copies=st.integers(1, 3))
+    def fork(self, copies: int) -> None:
+        """Both go on, in turns; `exchange` shows that neither writes into the other."""
+        if self.layer.fixed or len(self.rows) * copies > 4:
+            return
+        rows = [copy.deepcopy(row) for row in self.rows for _ in range(copies)]
+        self.other = (self.layer, self.rows)
+        self.layer, self.rows = self.layer.fork(copies), rows
+
     @rule()
-    def fork(self) -> None:
+    def exchange(self) -> None:
+        if self.other is not None:
+            self.other, (self.layer, self.rows) = (self.layer, self.rows), self.other
+
+    @rule()
+    def copied(self) -> None:
         self.layer, old = copy.deepcopy(self.layer), self.layer
-        if old.is_initialized:  # what the other copy does is its own
+        if old.is_initialized and not old.tiers.borrowed:  # what the other copy does is its own
             for tensor in old.buffers():
                 tensor.zero_()
 
@@ -165,5 +180,5 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCache = CacheMachine.TestCase
 TestCache.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
