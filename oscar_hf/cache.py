@@ -82,7 +82,7 @@ class OscarQuantizedCache(Cache):
             _check_fixed(self.config, max_cache_len)
         leader = None
         for index in sorted(full):
-            layers[index] = OscarLayer(transforms[index], self.config, model_config, max_cache_len, leader)
+            layers[index] = OscarLayer(transforms[index], self.config, model_config, max_cache_len, leader, index)
             leader = leader or layers[index]
         super().__init__(layers=layers)
         if isinstance(model_or_config, PreTrainedModel) and patch is None:

@@ -177,7 +177,7 @@ def layer_state(layer: OscarLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors |= {f"{name}.{part}": buffer[:, :, :used] for part, buffer in enumerate(buffers)}
     if layer.columns is not None:
         tensors["columns"] = layer.columns
-    return tensors, {"lengths": lengths, "floors": tiers.floors, "seen": layer.seen}
+    return tensors, {"lengths": lengths, "floors": tiers.floors, "seen": layer.seen, "exact": layer.exact}
 
 
 def restore_layer(layer: OscarLayer, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -186,7 +186,8 @@ def restore_layer(layer: OscarLayer, tensors: dict[str, Tensor], facts: dict[str
     Raises:
         ValueError: counts or shapes that do not fit together.
     """
-    ring = tensors["recent_keys"]
+    ring, exact = tensors["recent_keys"], facts.get("exact", False)
+    layer.hold(exact=bool(exact))
     layer.lazy_initialization(ring[:, :, :0], ring[:, :, :0])
     tiers, lengths, floors, seen = layer.tiers, facts["lengths"], facts["floors"], facts["seen"]
     counts = [*lengths, *floors, seen]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from ._compat import architecture, cache_layers, input_device, text_config
 from .attention import evaluating, observe
 from .config import OscarConfig, Recipe, get_recipe
 from .loading import display_name
+from .outliers import logit_error, sample, warn
 from .rotation import LayerRotation, RotationSet, balanced_transform, compose_rotation, hadamard
+from .transform import Transform
 
 
 class LayerStatistics:
@@ -33,10 +36,13 @@ class LayerStatistics:
         self.queries, self.keys, self.outputs, self.scored = (zeros(kv_heads, head_dim, head_dim) for _ in range(4))
         self.key_sum = zeros(kv_heads, head_dim)
         self.score_sum = zeros(kv_heads)
+        self.sample: tuple[Tensor, Tensor] | None = None  # queries and keys of the longest sequence
 
     def add(self, query: Tensor, key: Tensor, output: Tensor) -> None:
         """Add the states [B, H, n, D] of one forward."""
         kv_heads = key.shape[1]
+        if self.sample is None or key.shape[2] >= self.sample[1].shape[1]:
+            self.sample = sample(query), sample(key)
         key = _rows(key, kv_heads)
         self.tokens += key.shape[1]
         self.keys += key.mT @ key
@@ -99,6 +105,19 @@ def fit_layer(statistics: LayerStatistics, recipe: Recipe) -> LayerRotation:
     mean = statistics.key_mean if recipe.key_mean else None
     tensors = (k_rotation, v_rotation, inverse, mean)
     return LayerRotation(*(None if t is None else t.float().cpu().contiguous() for t in tensors))  # type: ignore[arg-type]
+
+
+def keep_outliers(rotations: RotationSet, statistics: dict[int, LayerStatistics], scaling: dict[int, float]) -> None:
+    """Set layers that 2 bits cannot hold to 16, by the tokens seen; what was found goes into the provenance."""
+    errors = {}
+    for index, layer in rotations.layers.items():
+        queries, keys = statistics[index].sample  # type: ignore[misc]
+        error = logit_error(Transform(layer), rotations.config, queries, keys, scaling[index])
+        errors[str(index)] = round(error.noise, 3)
+        if error.reason:
+            rotations.layers[index] = replace(layer, bits=16)
+            warn(index, error.reason, "it stays in 16 bits")
+    rotations.provenance["logit_error"] = errors
 
 
 def _orthogonal(transform: str, moment: Tensor, size: int) -> Tensor:
@@ -229,6 +248,12 @@ def calibrate(
             "transformers": transformers.__version__,
         },
     )
+    scaling = {
+        module.layer_idx: getattr(module, "scaling", size**-0.5)
+        for module in model.modules()
+        if getattr(module, "layer_idx", None) in statistics
+    }
+    keep_outliers(rotations, statistics, scaling)
     rotations.validate()
     return rotations
 

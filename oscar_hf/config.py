@@ -173,6 +173,10 @@ class OscarConfig:
             )
         return head_dim // group_size
 
+    def exact(self, max_cache_len: int | None = None) -> OscarConfig:
+        """The same for a layer that 2 bits cannot hold: 16, or, with fixed storage, a sink that takes everything."""
+        return self.replace(bits=16) if max_cache_len is None else self.replace(sink_tokens=max_cache_len)
+
     @property
     def rollback(self) -> int:
         """Tokens that can be taken back, or come in one forward, as if they had come one by one."""

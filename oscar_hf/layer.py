@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .config import OscarConfig
-from .reading import Logits, attend_chunk, attend_step, can_step, store, unpack_all
-from .storage import Tiers
+from .outliers import judge
+from .reading import Logits, attend_rows, attend_step, can_step, pick, row_groups, store, unpack_all
+from .storage import Tiers, differences
 from .transform import Transform
 
 
@@ -30,6 +31,7 @@ class OscarLayer(CacheLayerMixin):
         text_config: the model's, for its attention implementation.
         max_cache_len: allocate for so many columns at once (fixed storage). None: grow.
         leader: the first such layer of the cache, which checks each forward's padding mask for all of them.
+        index: the layer's, for messages.
     """
 
     is_sliding = False
@@ -42,20 +44,23 @@ class OscarLayer(CacheLayerMixin):
         text_config: Any,
         max_cache_len: int | None = None,
         leader: OscarLayer | None = None,
+        index: int | None = None,
     ):
         super().__init__()
-        self.transform = transform
-        self.config = config
+        self.given = self.transform = transform
+        self.settings = config
         self.text_config = text_config
         self.max_cache_len = max_cache_len
         self.leader = leader
+        self.index = index
         self.tiers: Tiers = None  # type: ignore[assignment]  # until the first update
         self.reset()
 
     def reset(self) -> None:
         """Forget everything; the next update may have another batch size, dtype or device."""
         self.is_initialized = False
-        if self.max_cache_len is None:
+        self.hold(exact=self.given.bits == 16)
+        if self.max_cache_len is None or (self.tiers is not None and self.tiers.config != self.config):
             self.tiers = None  # type: ignore[assignment]
         elif self.tiers is not None:  # kept: if the next prompts have the same shape, so do their addresses
             self.tiers.clear()
@@ -64,6 +69,11 @@ class OscarLayer(CacheLayerMixin):
         self._seen = 0
         self._checked: tuple[Tensor, Tensor | None] | None = None  # a forward's mask, and its new columns
         self._staged = self._started = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether this layer stays in 16 bits because 2 cannot hold its keys."""
+        return self.config != self.settings
 
     @property
     def seen(self) -> int:
@@ -101,7 +111,7 @@ class OscarLayer(CacheLayerMixin):
                 "channels; they belong to another model."
             )
         self.config.groups(key_states.shape[-1])
-        if self.tiers is None or self._differences(key_states):
+        if self.tiers is None or differences(self.tiers.like, key_states):
             self.tiers = Tiers(self.config, key_states, self.max_cache_len)
             if self.fixed:
                 self._mark_static()
@@ -135,7 +145,7 @@ class OscarLayer(CacheLayerMixin):
             raise RuntimeError(
                 "OscarQuantizedCache holds no gradients: run under torch.no_grad(), or without a cache."
             )
-        if self.transform.retired:
+        if self.given.retired:
             raise RuntimeError(
                 "This cache was made before its model was patched or unpatched, which changed the values it gives; "
                 "make a new cache."
@@ -146,9 +156,9 @@ class OscarLayer(CacheLayerMixin):
                 "or this model changes keys after the cache. Call cache.reset(), or use another attention "
                 "implementation."
             )
-        differences = self._differences(key_states) if self._started else []
-        if differences:
-            raise ValueError(f"This cache holds other keys: {', '.join(differences)}. Use a new cache, or reset().")
+        unlike = differences(self.tiers.like, key_states) if self._started else []
+        if unlike:
+            raise ValueError(f"This cache holds other keys: {', '.join(unlike)}. Use a new cache, or reset().")
         if not self._started:
             self.lazy_initialization(key_states, value_states)
             self._started = True
@@ -171,11 +181,12 @@ class OscarLayer(CacheLayerMixin):
             )
         mask, self.padding = self.padding, None
         new = self._new_columns(mask if mask is None or not self.fixed else mask[:, -count:], count)
+        judge(self, key_states)
         seen = self.seen
         past = self._dense() if count > 1 and seen else None
         self._staged = True  # an error from here on leaves the layer half-written
-        for rows, tokens in self._row_groups(new, count):
-            keys, values = (_pick(states[rows], tokens) for states in (key_states, value_states))
+        for rows, tokens in row_groups(self.tiers, new, count):
+            keys, values = (pick(states[rows], tokens) for states in (key_states, value_states))
             store(self.tiers, self.transform, rows, keys, values)
         self._extend_columns(seen, new, count)
         self._staged = False
@@ -223,6 +234,7 @@ class OscarLayer(CacheLayerMixin):
         if torch.compiler.is_compiling():
             return self._attend_compiled(query, key, value, mask, logits)
         self._staged = False
+        judge(self, key, query, logits.factor(key.shape[-1]))
         new = self._new_columns(mask, key.shape[2])  # a refusal leaves the layer as it was
         self._staged = True  # an error from here on leaves it half-written
         if new is None and can_step(self.tiers, key.shape[2]):
@@ -230,7 +242,7 @@ class OscarLayer(CacheLayerMixin):
             self._add_columns(key.shape[2])
         else:
             past = self.seen
-            output = self._attend_rows(new, query, key, value, logits)
+            output = attend_rows(self.tiers, self.transform, new, query, key, value, logits)
             self._extend_columns(past, new, key.shape[2])
         self._staged = False
         return output
@@ -247,20 +259,6 @@ class OscarLayer(CacheLayerMixin):
         output = attend_step(self.tiers, self.transform, query, key, value, logits)
         self._add_columns(key.shape[2])
         self._staged = False
-        return output
-
-    def _attend_rows(self, new: Tensor | None, query: Tensor, key: Tensor, value: Tensor, logits: Logits) -> Tensor:
-        groups = self._row_groups(new, key.shape[2])
-        if len(groups) == 1 and groups[0] == (slice(None), None):
-            return attend_chunk(self.tiers, self.transform, slice(None), query, key, value, logits)
-        output = torch.zeros_like(query)
-        for rows, tokens in groups:
-            q, k, v = (_pick(states[rows], tokens) for states in (query, key, value))
-            result = attend_chunk(self.tiers, self.transform, rows, q, k, v, logits)
-            if tokens is None:
-                output[rows] = result
-            else:
-                output[rows] = output[rows].index_copy(2, tokens, result)
         return output
 
     def get_seq_length(self) -> int | Tensor:
@@ -354,6 +352,18 @@ class OscarLayer(CacheLayerMixin):
             twin._mark_static()
         return twin
 
+    def hold(self, *, exact: bool) -> None:
+        """Choose, before there is anything, between the cache's settings and 16 bits."""
+        self.config = self.settings.exact(self.max_cache_len) if exact else self.settings
+        if exact != (self.transform is not self.given):
+            self.transform = self.given.unrotated() if exact else self.given
+
+    def keep_exactly(self) -> None:
+        """Go on in 16 bits; nothing has been quantised yet."""
+        keys = {name: self.transform.undo_keys(w) for name, w in self.tiers.windows.items() if name.endswith("keys")}
+        self.hold(exact=True)
+        self.tiers.hold_exactly(self.config, keys)
+
     def fork(self, copies: int, leader: OscarLayer | None = None) -> OscarLayer:
         """A layer of another cache with `copies` of each row, which shares what both hold; see `Tiers.fork`."""
         if self._staged:
@@ -376,13 +386,6 @@ class OscarLayer(CacheLayerMixin):
         self._add_columns(seen)
 
     # Rows and columns
-
-    def _differences(self, keys: Tensor) -> list[str]:
-        """How keys [B, H_kv, n, D] differ from those held."""
-        held = self.tiers.like
-        expected, given = ((*s.shape[:2], s.shape[3], s.dtype, s.device) for s in (held, keys))
-        names = ("batch size", "KV heads", "head_dim", "dtype", "device")
-        return [f"{n} {g} instead of {e}" for n, g, e in zip(names, given, expected, strict=True) if g != e]
 
     def _new_columns(self, mask: Tensor | None, count: int) -> Tensor | None:
         """Which of `count` new columns are real, [B, count] bool, or None for all; checks the columns before them.
@@ -439,24 +442,7 @@ class OscarLayer(CacheLayerMixin):
         elif self.leader is None:
             self.tiers.seen_tensor.add_(count)
 
-    def _row_groups(self, new: Tensor | None, count: int) -> list[tuple[slice, Tensor | None]]:
-        """Rows that can be handled together, with the indices of their new tokens (None: all)."""
-        batch = self.batch_size
-        if count == 0:
-            return []
-        if new is None:
-            if self.tiers.uniform:
-                return [(slice(None), None)]
-            return [(slice(row, row + 1), None) for row in range(batch)]
-        tokens = [new[row].nonzero().squeeze(-1) for row in range(batch)]
-        return [(slice(row, row + 1), tokens[row]) for row in range(batch) if len(tokens[row])]
-
     def _dense(self) -> tuple[Tensor, Tensor]:
         """All keys and values [B, H_kv, seen, D] in the model's basis and dtype, zeros at padding."""
         seen = self.seen
         return unpack_all(self.tiers, self.transform, seen, None if self.columns is None else self._all_columns(seen))
-
-
-def _pick(states: Tensor, tokens: Tensor | None) -> Tensor:
-    """Tokens [n] of states [b, H, T, D]; None: all of them."""
-    return states if tokens is None else states.index_select(2, tokens.to(states.device))

@@ -27,6 +27,7 @@ class CacheMemory:
             are the bits of each.
         elements: keys and values in all quantised layers, row by row.
         dense: bytes that the quantised layers' tokens would take unquantised.
+        exact_layers: layers that 2 bits cannot hold and that stay in 16, counted in all the above.
     """
 
     tokens: int
@@ -38,6 +39,7 @@ class CacheMemory:
     history_elements: int
     elements: int
     dense: int
+    exact_layers: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
@@ -65,6 +67,7 @@ class CacheMemory:
         return (
             f"{self.total / 1e6:.2f} MB for {self.tokens} tokens ({parts}); history {self.history_bits:.2f} and all "
             f"{self.bits:.2f} bits per element; unquantised {self.dense / 1e6:.2f} MB"
+            + (f"; in 16 bits: layers {', '.join(map(str, self.exact_layers))}" if self.exact_layers else "")
         )
 
 
@@ -103,6 +106,7 @@ def measure(cache: OscarQuantizedCache) -> CacheMemory:
         history_elements,
         elements,
         dense,
+        tuple(index for index, layer in enumerate(cache.layers) if layer in layers and layer.exact),
     )
 
 

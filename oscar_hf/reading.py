@@ -148,6 +148,45 @@ def attend_chunk(
     return output.flatten(1, 2).to(query.dtype)
 
 
+def attend_rows(
+    tiers: Tiers, transform: Transform, new: Tensor | None, query: Tensor, key: Tensor, value: Tensor, logits: Logits
+) -> Tensor:
+    """`attend_chunk` for rows of any lengths; `new` as in `row_groups`, and zeros at padding."""
+    groups = row_groups(tiers, new, key.shape[2])
+    if len(groups) == 1 and groups[0] == (slice(None), None):
+        return attend_chunk(tiers, transform, slice(None), query, key, value, logits)
+    output = torch.zeros_like(query)
+    for rows, tokens in groups:
+        q, k, v = (pick(states[rows], tokens) for states in (query, key, value))
+        result = attend_chunk(tiers, transform, rows, q, k, v, logits)
+        if tokens is None:
+            output[rows] = result
+        else:
+            output[rows] = output[rows].index_copy(2, tokens, result)
+    return output
+
+
+def row_groups(tiers: Tiers, new: Tensor | None, count: int) -> list[tuple[slice, Tensor | None]]:
+    """Rows that can be handled together, with the indices of their new tokens (None: all).
+
+    `new` [B, count] bool says which of `count` new columns are real; None: all.
+    """
+    batch = tiers.like.shape[0]
+    if count == 0:
+        return []
+    if new is None:
+        if tiers.uniform:
+            return [(slice(None), None)]
+        return [(slice(row, row + 1), None) for row in range(batch)]
+    tokens = [new[row].nonzero().squeeze(-1) for row in range(batch)]
+    return [(slice(row, row + 1), tokens[row]) for row in range(batch) if len(tokens[row])]
+
+
+def pick(states: Tensor, tokens: Tensor | None) -> Tensor:
+    """Tokens [n] of states [b, H, T, D]; None: all of them."""
+    return states if tokens is None else states.index_select(2, tokens.to(states.device))
+
+
 def _attend_prefixes(
     tiers: Tiers, transform: Transform, rows: slice, query: Tensor, logits: Logits
 ) -> dict[str, Tensor]:

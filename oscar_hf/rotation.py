@@ -10,9 +10,9 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +27,7 @@ FILE_VERSION = 1
 MAX_CONFIG_BYTES = 1 << 20
 TOLERANCE = 1e-3
 MAX_CONDITION = 1e4
+TENSORS = ("k_rotation", "v_rotation", "q_rotation", "k_mean")
 
 
 def _power_of_two(size: int) -> int:
@@ -110,12 +111,14 @@ class LayerRotation:
         v_rotation: the same; orthogonal.
         q_rotation: inverse transpose of `k_rotation`; None if `k_rotation` is orthogonal and serves both.
         k_mean: [H_kv, D], taken off every key; None for no mean.
+        bits: 2, or 16 for a layer whose keys 2 bits cannot hold (`outliers`), whatever the cache's settings.
     """
 
     k_rotation: Tensor
     v_rotation: Tensor
     q_rotation: Tensor | None = None
     k_mean: Tensor | None = None
+    bits: Literal[2, 16] = 2
 
     @property
     def head_dim(self) -> int:
@@ -123,7 +126,7 @@ class LayerRotation:
 
     def tensors(self) -> dict[str, Tensor]:
         """Those that are there, by name."""
-        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def validate(self, layer: int, num_kv_heads: int | None = None) -> None:
         """Raise ValueError unless shapes agree, all is finite and the transforms undo each other."""
@@ -214,10 +217,17 @@ class RotationSet:
         for index, layer in self.layers.items():
             layer.validate(index, architecture.get("num_key_value_heads"))
 
+    @property
+    def exact_layers(self) -> list[int]:
+        """Layers that stay in 16 bits."""
+        return [index for index, layer in sorted(self.layers.items()) if layer.bits == 16]
+
     def digest(self) -> str:
-        """SHA-256 over names and values of all transforms: equal sets have equal digests."""
+        """SHA-256 over names and values of all transforms, and exact layers: equal sets have equal digests."""
         sha = hashlib.sha256()
         for index in sorted(self.layers):
+            if self.layers[index].bits != 2:
+                sha.update(f"{index}.bits{self.layers[index].bits}".encode())
             for name, tensor in sorted(self.layers[index].tensors().items()):
                 sha.update(f"{index}.{name}{list(tensor.shape)}".encode())
                 sha.update(tensor.float().contiguous().numpy().tobytes())
@@ -232,6 +242,8 @@ class RotationSet:
             "architecture": self.architecture,
             "provenance": self.provenance,
         }
+        if self.exact_layers:
+            settings["exact_layers"] = self.exact_layers
         text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -268,8 +280,12 @@ class RotationSet:
             raise ValueError(f"{path}: {error}") from error
         try:
             layers = _read_layers(weights)
+            for index in settings.get("exact_layers", []):
+                layers[index] = replace(layers[index], bits=16)
             rotations = cls(layers, config, settings["architecture"], settings["provenance"])
             rotations.validate()
+        except KeyError as error:
+            raise ValueError(f"{path}: 'exact_layers' names layer {error}, which {WEIGHTS_NAME} lacks.") from error
         except SafetensorError as error:
             raise ValueError(f"{weights} is damaged or cut short ({error}); fetch or calibrate it again.") from error
         except ValueError as error:
@@ -325,6 +341,9 @@ def _read_settings(path: Path) -> dict[str, Any]:
     for key in ("config", "architecture", "provenance"):
         if not isinstance(settings.get(key), dict):
             raise ValueError(f"{key!r} is missing or no object.")
+    exact = settings.get("exact_layers", [])
+    if not isinstance(exact, list) or not all(type(index) is int for index in exact):
+        raise ValueError(f"'exact_layers' is {exact!r}, no list of layers.")
     return settings
 
 
@@ -333,7 +352,7 @@ def _read_layers(path: Path) -> dict[int, LayerRotation]:
     layers: dict[int, dict[str, Tensor]] = {}
     with safe_open(path, "pt") as file:
         for key in file.keys():  # noqa: SIM118 (not a mapping)
-            match = re.fullmatch(rf"layers\.(0|[1-9]\d{{0,5}})\.({'|'.join(LayerRotation.__annotations__)})", key)
+            match = re.fullmatch(rf"layers\.(0|[1-9]\d{{0,5}})\.({'|'.join(TENSORS)})", key)
             if match is None:
                 raise ValueError(f"unexpected tensor {key!r}; is this a RotationSet?")
             tensor = file.get_tensor(key)
@@ -343,4 +362,4 @@ def _read_layers(path: Path) -> dict[int, LayerRotation]:
     for index, tensors in layers.items():
         if not {"k_rotation", "v_rotation"} <= set(tensors):
             raise ValueError(f"layer {index} lacks k_rotation or v_rotation.")
-    return {index: LayerRotation(**tensors) for index, tensors in sorted(layers.items())}
+    return {index: LayerRotation(**tensors) for index, tensors in sorted(layers.items())}  # type: ignore[arg-type]

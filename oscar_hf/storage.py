@@ -142,6 +142,13 @@ def select_rows(buffer: Tensor, rows: Tensor, in_place: bool) -> Tensor:
     return buffer.copy_(selected) if in_place and selected.shape == buffer.shape else selected
 
 
+def differences(like: Tensor, keys: Tensor) -> list[str]:
+    """How keys [B, H_kv, n, D] differ from those held, but for their number."""
+    expected, given = ((*s.shape[:2], s.shape[3], s.dtype, s.device) for s in (like, keys))
+    names = ("batch size", "KV heads", "head_dim", "dtype", "device")
+    return [f"{n} {g} instead of {e}" for n, g, e in zip(names, given, expected, strict=True) if g != e]
+
+
 class Tiers:
     """All tokens of one layer, row by row; rows of a batch may have different lengths.
 
@@ -324,6 +331,12 @@ class Tiers:
         spans = [Span(0, *(self.windows[f"sink_{name}"][rows, :, :stored] for name in ("keys", "values")))]
         spans += self.recent(rows, sink + self.flushed[row], length)
         return [span for span in spans if span.keys.shape[2]]
+
+    def hold_exactly(self, config: OscarConfig, keys: dict[str, Tensor]) -> None:
+        """Go on with 16 bits and with other keys in the windows; nothing has been quantised yet."""
+        for name, window in keys.items():
+            self.windows[name].copy_(window)
+        self.config, self.history = config, History(config, self.like)
 
     def shared_blocks(self, rows: slice) -> Iterator[PackedSpan]:
         """What is in `prefixes`, for some rows; [1, ...] where these read the same."""

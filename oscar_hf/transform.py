@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,15 @@ class Transform:
     def __init__(self, rotation: LayerRotation, absorbed: bool = False):
         self.rotation = rotation
         self.absorbed = absorbed  # the projections carry v_rotation already
+        self.bits = rotation.bits  # 16: this layer's keys are beyond 2 bits
+        self.judged = rotation.bits == 16  # whether that is known (`outliers.judge`)
         self.retired = False  # the model's projections have changed since
         self._placed: dict[torch.device, dict[str, Tensor]] = {}
+
+    def unrotated(self) -> Transform:
+        """The same that leaves keys as they are: for 16 bits, in which rotating large ones would cost precision."""
+        keys = {"k_rotation": torch.eye(self.rotation.head_dim), "q_rotation": None, "k_mean": None}
+        return Transform(replace(self.rotation, **keys, bits=16), self.absorbed)  # type: ignore[arg-type]
 
     @torch.inference_mode(False)
     def _on(self, device: torch.device) -> dict[str, Tensor]:
