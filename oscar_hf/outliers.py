@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from .layer import OscarLayer
 
 SAMPLE = 256  # tokens that are looked at
-FEWEST = 8  # tokens that tell nothing
-BOUND = 4.0  # nats, rms; SmolLM2: balanced .3 to 1.1, oscar .7 to 2.1, naive .9 to 3.9 (and useless)
-KEY_BOUND = 2.0  # the same where there are no queries: error of the keys to what they differ by
+FEWEST = 8  # tokens that tell something
+BOUND = 4.0  # nats, rms, of the error of logits; on SmolLM2: balanced .3 to 1.1, oscar .7 to 2.1, naive .9 to 3.9
+DROWNED = 1.25  # error of logits over 1 nat, or of keys where there are no queries, to what they differ by
 FIRST = 4  # tokens left out where there are enough: they are never quantised, and often unlike all others
 
 
@@ -36,9 +36,12 @@ class LogitError(NamedTuple):
     @property
     def reason(self) -> str | None:
         """Why 2 bits cannot hold the layer; None: they can."""
-        if self.noise <= BOUND:
+        if self.noise <= BOUND and self.noise <= max(1.0, DROWNED * self.signal):
             return None
-        return f"2-bit keys put its logits off by {self.noise:.1f} nats (rms, bound {BOUND:g})"
+        return (
+            f"2-bit keys put its logits off by {self.noise:.1f} nats (rms), and they differ by {self.signal:.1f} "
+            f"(bounds: {BOUND:g} nats, or {DROWNED:g} times what they differ by)"
+        )
 
 
 def sample(states: Tensor) -> Tensor:
@@ -81,7 +84,7 @@ def judge(layer: OscarLayer, key: Tensor, query: Tensor | None = None, scaling: 
     change any more, so only later caches do. Layers that calibration has judged are not looked at.
 
     Args:
-        layer: the layer.
+        layer: whose history is empty, or nothing is done; growing ones are judged when it is about to begin.
         key: [B, H_kv, n, D], about to be stored.
         query: [B, H_q, n, D]; None: the channels of the keys stand for logits.
         scaling: factor on the logits.
@@ -91,17 +94,17 @@ def judge(layer: OscarLayer, key: Tensor, query: Tensor | None = None, scaling: 
         return
     if not layer.fixed and max(tiers.lengths) + key.shape[2] <= config.sink_tokens + config.recent_tokens:
         return
-    keys = sample(key)
-    if key.shape[2] < SAMPLE:
+    if key.shape[2] < SAMPLE and any(tiers.lengths):  # of one row: windows and what comes
         held = [transform.undo_keys(span.keys) for span in tiers.exact(slice(0, 1))]
-        keys = torch.cat([*(sample(states) for states in held), keys], 1)
-    if keys.shape[1] < FEWEST:
+        key = torch.cat([*held, key[:1]], 2)
+    keys = sample(key)
+    if layer.fixed and keys.shape[1] < FEWEST:
         return
     if query is None:
         channels = torch.eye(key.shape[3], device=key.device).expand(key.shape[1], -1, -1)
         noise, signal = logit_error(transform, config, channels, keys, 1.0)
         off = f"2 bits put its keys off by {noise:.2g} (rms), and they differ by {signal:.2g}"
-        reason = None if noise <= KEY_BOUND * signal else off
+        reason = None if noise <= DROWNED * signal else off
     else:
         reason = logit_error(transform, config, sample(query), keys, scaling).reason
     transform.judged = True

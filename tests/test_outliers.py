@@ -61,8 +61,8 @@ def test_without_a_mean_a_biased_layer_goes_to_16_bits(dtype: torch.dtype, bound
     with pytest.warns(UserWarning, match="Layer 7: 2-bit keys .* kept in 16 bits"):
         outputs = feed(layer, states, chunks)
     assert layer.exact and layer.tiers.config.bits == 16 and max(layer.tiers.flushed) == 50
-    # keys are held as they come: rotated, each channel of 600 would have bfloat16's steps of 2 or 4
-    assert error(outputs, exact(states)) < bound
+    # keys are held as they come; the few that the windows took before were rotated, in steps of 1 in bfloat16
+    assert error(outputs, exact(states)) < (bound if len(chunks) == 3 else 5 * bound)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = OscarLayer(layer.transform, SMALL, layer.text_config, index=7)  # said once, and known from then on
