@@ -53,6 +53,7 @@ def model_card(
         "corpus": facts.get("corpus", "unknown"),
         "tokens": facts.get("tokens", "unknown"),
         "layers": f"{len(rotations.layers)}, head_dim {next(iter(rotations.layers.values())).head_dim}",
+        "in 16 bits": ", ".join(map(str, rotations.exact_layers)) or "none",
         "storage": config.to_dict(),
         "architecture": rotations.architecture,
         "digest": rotations.digest(),

@@ -290,6 +290,7 @@ def describe(rotations: RotationSet) -> dict[str, Any]:
     return {
         "recipe": rotations.config.recipe,
         "layers": sorted(rotations.layers),
+        "exact_layers": rotations.exact_layers,
         "shapes": shapes,
         "k_inverse_error": k_error,
         "v_orthogonality_error": v_error,
