@@ -164,8 +164,18 @@ def test_padding_and_rows_of_many_lengths() -> None:
     assert_same_state(twin, expected)
 
 
-@pytest.mark.parametrize("batch, settings", [(1, {"softcap": 5.0, "sink_logits": torch.ones(6)}), (2, {})])
-def test_kernels_read_what_rows_share(batch: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "batch, chunks, settings",
+    [
+        (1, [2], {"softcap": 5.0, "sink_logits": torch.ones(6)}),
+        (2, [1], {}),
+        pytest.param(1, [14, 1], {}, marks=pytest.mark.slow),
+        pytest.param(2, [1, 14, 2], {}, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_read_what_rows_share(
+    batch: int, chunks: list[int], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In Triton's interpreter, against plain torch."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
@@ -174,7 +184,7 @@ def test_kernels_read_what_rows_share(batch: int, settings: dict[str, Any], monk
     feed(layer, random_states(60, batch), [60])
     expected, twin = layer.fork(2), layer.fork(2)
     assert twin.tiers.prefix_tokens == 24
-    for chunk in (1, 14, 2):
+    for chunk in chunks:
         states = random_states(chunk, len(expected.tiers.lengths))
         plain = feed(expected, states, [chunk], **settings)
         monkeypatch.setattr(dispatch, "ON_CPU", True)
