@@ -26,9 +26,7 @@ from oscar_hf.retrieval import TASKS, Haystack, Trial, answers, batches
 
 WINDOWS = {"sink_tokens": 4, "recent_tokens": 16}
 WORDS = ["fox", "dog", "owl", "cat", "hen", "bee"]
-PROSE = " ".join(
-    f"The {word} walked slowly over the {word} hill." for word in ["fox", "dog", "owl", "cat", "hen", "bee"] * 8
-)
+PROSE = " ".join(f"The {word} of age {n} walked over the hill." for n, word in enumerate(WORDS * 12))
 
 
 def contender(recipe: str = "hadamard", head_dim: int = 16, layers: int = 3, **settings: object) -> Contender:
@@ -85,7 +83,8 @@ def test_chunks_read_what_single_tokens_read(family: str) -> None:
             measured[chunk] = divergence(model, ids, expected, make(), chunk)
     for chunk in (50, 120):
         for one, many in zip(measured[1], measured[chunk], strict=True):
-            torch.testing.assert_close(many, one, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(many, one, rtol=1e-2, atol=2e-3)  # a code may fall the other way
+            torch.testing.assert_close(many.mean(), one.mean(), rtol=1e-3, atol=1e-4)
     with quantised.caches(
         model, exact_prefill=True
     ) as make:  # where a prompt sees itself exactly, it is another thing
@@ -122,26 +121,26 @@ def test_trials_hide_what_they_ask_for() -> None:
     tokenizer = tiny_tokenizer()
     hay = Haystack(PROSE, tokenizer)
     for task in TASKS:
-        trials = hay.trials(task, 900, 5, seed=1)
+        trials = hay.trials(task, 3000, 5, seed=1)
         assert [trial.depth for trial in trials] == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])
         for trial in trials:
-            assert len(trial.ids) == trial.length == 900
+            assert len(trial.ids) == trial.length == 3000
             prompt = tokenizer.decode(trial.ids)
             for value in trial.expected:
                 assert value in prompt
             text = prompt[: -trial.question]
             hidden = text.find("VAR" if task == "tracking" else trial.expected[0])
-            assert hidden / len(text) == pytest.approx(trial.depth, abs=0.13)
+            assert hidden / len(text) == pytest.approx(trial.depth, abs=0.12)
             if task != "tracking":
                 assert trial.expected[0] not in prompt[-trial.question :]
-        again = hay.trials(task, 900, 5, seed=1)
+        again = hay.trials(task, 3000, 5, seed=1)
         assert all(torch.equal(a.ids, b.ids) for a, b in zip(trials, again, strict=True))
-        assert not torch.equal(trials[0].ids, hay.trials(task, 900, 5, seed=2)[0].ids)
-    assert len(hay.trials("multivalue", 900, 1)[0].expected) == 4
+        assert not torch.equal(trials[0].ids, hay.trials(task, 3000, 5, seed=2)[0].ids)
+    assert len(hay.trials("multivalue", 3000, 1)[0].expected) == 4
     with pytest.raises(ValueError, match="too short"):
         hay.trials("single", 200, 1)
     with pytest.raises(ValueError, match="choose one of single"):
-        hay.trials("triple", 900, 1)
+        hay.trials("triple", 3000, 1)
     with pytest.raises(ValueError, match="ten at least"):
         Haystack("One. Two.", tokenizer)
 
