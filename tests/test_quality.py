@@ -121,26 +121,26 @@ def test_trials_hide_what_they_ask_for() -> None:
     tokenizer = tiny_tokenizer()
     hay = Haystack(PROSE, tokenizer)
     for task in TASKS:
-        trials = hay.trials(task, 3000, 5, seed=1)
+        trials = hay.trials(task, 2000, 5, seed=1)
         assert [trial.depth for trial in trials] == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])
         for trial in trials:
-            assert len(trial.ids) == trial.length == 3000
+            assert len(trial.ids) == trial.length == 2000
             prompt = tokenizer.decode(trial.ids)
             for value in trial.expected:
                 assert value in prompt
             text = prompt[: -trial.question]
             hidden = text.find("VAR" if task == "tracking" else trial.expected[0])
-            assert hidden / len(text) == pytest.approx(trial.depth, abs=0.12)
+            assert hidden / len(text) == pytest.approx(trial.depth, abs=0.15)
             if task != "tracking":
                 assert trial.expected[0] not in prompt[-trial.question :]
-        again = hay.trials(task, 3000, 5, seed=1)
+        again = hay.trials(task, 2000, 5, seed=1)
         assert all(torch.equal(a.ids, b.ids) for a, b in zip(trials, again, strict=True))
-        assert not torch.equal(trials[0].ids, hay.trials(task, 3000, 5, seed=2)[0].ids)
-    assert len(hay.trials("multivalue", 3000, 1)[0].expected) == 4
+        assert not torch.equal(trials[0].ids, hay.trials(task, 2000, 5, seed=2)[0].ids)
+    assert len(hay.trials("multivalue", 2000, 1)[0].expected) == 4
     with pytest.raises(ValueError, match="too short"):
         hay.trials("single", 200, 1)
     with pytest.raises(ValueError, match="choose one of single"):
-        hay.trials("triple", 3000, 1)
+        hay.trials("triple", 2000, 1)
     with pytest.raises(ValueError, match="ten at least"):
         Haystack("One. Two.", tokenizer)
 
