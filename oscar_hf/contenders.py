@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache
@@ -128,6 +129,8 @@ def parse_contender(text: str, fit: Fit) -> Contender:
     else:
         _only(settings, storage, name)
         rotations = find_rotations(name)
+        if Path(name).exists():  # tables and results name no folder of this machine
+            text = ":".join([Path(name).resolve().name, *parts])
     stored = {key: value for key, value in settings.items() if key in storage}
     return Contender(text, rotations, rotations.config.replace(**stored))
 

@@ -34,7 +34,7 @@ class Plan:
         tasks: of `"kl"` (with perplexity) and the retrieval tasks of `retrieval.TASKS`.
         lengths: tokens of a sequence or prompt.
         sequences: of each length, for KL.
-        first: first position whose prediction counts, for KL; a sequence's half if that is earlier.
+        first: first position whose prediction counts, for KL; past sink and window, unless they are to count too.
         offset: tokens of the text to leave out, for KL.
         trials: questions of each retrieval task and length, at as many depths.
         batch: questions at once.
@@ -66,6 +66,8 @@ class Plan:
         for name, value in {**counts, "length": min(self.lengths, default=0)}.items():
             if value < 1:
                 raise ValueError(f"{name}={value!r} must be 1 or more.")
+        if "kl" in self.tasks and not 0 <= self.first < min(self.lengths) - 1:
+            raise ValueError(f"first={self.first} leaves nothing to measure of {min(self.lengths)} tokens; lower it.")
 
 
 def evaluate(
@@ -157,7 +159,6 @@ def _kl_rows(
     model: PreTrainedModel, contenders: Sequence[Contender], plan: Plan, length: int, sequences: list[Tensor], bar: Any
 ) -> list[dict[str, Any]]:
     """KL and perplexity at one length."""
-    first = min(plan.first, length // 2)
     rows, expected = [], []
     for contender in contenders:
         bar.set_postfix_str(f"{contender.name}, kl {length}")
@@ -165,7 +166,7 @@ def _kl_rows(
         if contender.name == UNQUANTISED:
             for ids in sequences:
                 cache = DynamicCache(config=text_config(model))
-                expected.append(reference_logits(model, ids, cache, first, plan.chunk))
+                expected.append(reference_logits(model, ids, cache, plan.first, plan.chunk))
                 losses.append(negative_log_likelihood(expected[-1], ids))
                 divergences.append(losses[-1] * 0)
                 bar.update()

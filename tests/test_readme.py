@@ -59,7 +59,8 @@ def test_commands(tiny_checkpoint: Path) -> None:
         if arguments[0] == "generate":
             arguments += ["--max-new-tokens", "4", "--no-chat"]
         if arguments[0] == "eval":
-            arguments += ["--lengths", "600", "--sequences", "1", "--trials", "1", "--calibration-tokens", "600"]
+            settings = "--lengths 600 --sequences 1 --trials 1 --first 400 --calibration-tokens 600"
+            arguments += settings.split()
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output
 
