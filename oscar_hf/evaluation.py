@@ -195,6 +195,7 @@ def summary(results: dict[str, Any], title: str | None = None) -> Table:
     """Results for people: a row for each cache, a column for each measurement, with bounds of 95 %."""
     measured = list(dict.fromkeys((row["task"], row["length"]) for row in results["rows"]))
     table = Table(title=title)
+    skipped: list[str] = []
     table.add_column("cache")
     table.add_column("bits", justify="right")
     for task, length in measured:
@@ -203,10 +204,12 @@ def summary(results: dict[str, Any], title: str | None = None) -> Table:
     found = {(row["cache"], row["task"], row["length"]): row for row in results["rows"]}
     for cache, facts in results["caches"].items():
         if "skipped" in facts:
-            table.add_row(cache, "", f"skipped: {facts['skipped']}")
+            skipped.append(f"{cache} was skipped: {facts['skipped']}")
             continue
         cells = [cell for task, length in measured for cell in _cells(found[cache, task, length])]
         table.add_row(cache, f"{facts['bits_per_element']:g}", *cells)
+    if skipped:
+        table.caption = "\n".join(skipped)
     return table
 
 
@@ -214,11 +217,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
     if row["task"] == "kl":
         reference = row["cache"] == UNQUANTISED
         return ["0" if reference else _bounds(row["kl"], ".3f"), _bounds(row["perplexity"], ".2f")]
-    share = _bounds({key: 100 * value for key, value in row["score"].items()}, ".0f")
-    count = f"{row['right']} of {len(row['trials'])}"
-    return [f"{count}\n{share} %"]
+    score = {key: 100 * value for key, value in row["score"].items()}
+    return [f"{row['right']} of {len(row['trials'])}\n{score['low']:.0f} to {score['high']:.0f} %"]
 
 
 def _bounds(estimate: dict[str, float], form: str) -> str:
     mean, low, high = (format(estimate[key], form) for key in ("mean", "low", "high"))
-    return f"{mean} ({low}-{high})"
+    return f"{mean}\n{low} to {high}"
