@@ -45,7 +45,7 @@ def heat_maps(results: dict[str, Any], task: str) -> Any:
     return figure
 
 
-def bars(results: dict[str, Any]) -> Any:
+def intervals(results: dict[str, Any]) -> Any:
     """KL of each cache, with its bounds, by length."""
     rows = [row for row in results["rows"] if row["task"] == "kl" and row["kl"]["mean"]]
     caches = list(dict.fromkeys(row["cache"] for row in rows))
@@ -56,11 +56,12 @@ def bars(results: dict[str, Any]) -> Any:
         places = [index + 0.8 * at / len(lengths) for index in range(len(caches))]
         means = [found[cache]["mean"] for cache in caches]
         spread = [[abs(found[c][end] - found[c]["mean"]) for c in caches] for end in ("low", "high")]
-        axis.barh(places, means, 0.7 / len(lengths), xerr=spread, capsize=2, label=f"{length:,} tokens")
+        axis.errorbar(means, places, xerr=spread, fmt="o", capsize=2, label=f"{length:,} tokens")
     axis.set_yticks([index + 0.4 * (len(lengths) - 1) / len(lengths) for index in range(len(caches))], caches)
     axis.tick_params(labelsize=7)
     axis.invert_yaxis()
     axis.set_xscale("log")
+    axis.grid(alpha=0.3)
     axis.set_xlabel("KL to the unquantised model, nats")
     axis.legend(fontsize=7)
     return figure
@@ -74,9 +75,9 @@ def plot_results(path: Path) -> list[Path]:
     where = machine["gpu"] or f"{machine['cpu_cores']} CPU cores"
     written = []
     for task in tasks:
-        figure = bars(results) if task == "kl" else heat_maps(results, task)
+        figure = intervals(results) if task == "kl" else heat_maps(results, task)
         caption = f"{results['model']}, {results['dtype']}, {where}, torch {machine['torch']}, {machine['date']}"
-        figure.text(0.5, 0.005, caption, ha="center", va="bottom", fontsize=6)
+        figure.text(0.5, -0.02, caption, ha="center", va="top", fontsize=6)
         written.append(path.with_name(f"{path.stem}-{task}.png"))
         figure.savefig(written[-1], dpi=150, bbox_inches="tight")
         pyplot.close(figure)
