@@ -30,7 +30,9 @@ def heat_maps(results: dict[str, Any], task: str) -> Any:
     """A map for each cache: depth down, length across, share of right answers as colour."""
     rows = [row for row in results["rows"] if row["task"] == task]
     caches = list(dict.fromkeys(row["cache"] for row in rows))
-    figure, axes = pyplot.subplots(1, len(caches), figsize=(1.3 + 1.7 * len(caches), 3.6), squeeze=False, sharey=True)
+    figure, axes = pyplot.subplots(
+        1, len(caches), figsize=(1.3 + 1.7 * len(caches), 3.6), squeeze=False, sharey=True, layout="constrained"
+    )
     for axis, cache in zip(axes[0], caches, strict=True):
         found = sorted((row for row in rows if row["cache"] == cache), key=lambda row: row["length"])
         grid = [[float("nan") if value is None else value for value in by_depth(row)] for row in found]
@@ -50,7 +52,7 @@ def intervals(results: dict[str, Any]) -> Any:
     rows = [row for row in results["rows"] if row["task"] == "kl" and row["kl"]["mean"]]
     caches = list(dict.fromkeys(row["cache"] for row in rows))
     lengths = sorted({row["length"] for row in rows})
-    figure, axis = pyplot.subplots(figsize=(7, 0.8 + 0.4 * len(caches) * len(lengths)))
+    figure, axis = pyplot.subplots(figsize=(7, 1.2 + 0.4 * len(caches) * len(lengths)), layout="constrained")
     for at, length in enumerate(lengths):
         found = {row["cache"]: row["kl"] for row in rows if row["length"] == length}
         places = [index + 0.8 * at / len(lengths) for index in range(len(caches))]
@@ -59,6 +61,7 @@ def intervals(results: dict[str, Any]) -> Any:
         axis.errorbar(means, places, xerr=spread, fmt="o", capsize=2, label=f"{length:,} tokens")
     axis.set_yticks([index + 0.4 * (len(lengths) - 1) / len(lengths) for index in range(len(caches))], caches)
     axis.tick_params(labelsize=7)
+    axis.margins(y=0.2)
     axis.invert_yaxis()
     axis.set_xscale("log")
     axis.grid(alpha=0.3)
@@ -77,9 +80,9 @@ def plot_results(path: Path) -> list[Path]:
     for task in tasks:
         figure = intervals(results) if task == "kl" else heat_maps(results, task)
         caption = f"{results['model']}, {results['dtype']}, {where}, torch {machine['torch']}, {machine['date']}"
-        figure.text(0.5, -0.02, caption, ha="center", va="top", fontsize=6)
+        figure.supxlabel(caption, fontsize=6)
         written.append(path.with_name(f"{path.stem}-{task}.png"))
-        figure.savefig(written[-1], dpi=150, bbox_inches="tight")
+        figure.savefig(written[-1], dpi=150)
         pyplot.close(figure)
     return written
 
