@@ -15,6 +15,8 @@ import transformers
 
 from oscar_hf import __version__
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def machine() -> dict[str, Any]:
     """Processor, GPU and versions."""
@@ -32,7 +34,10 @@ def machine() -> dict[str, Any]:
 
 def save_results(path: Path, results: dict[str, Any]) -> None:
     """Write results with the machine and the command; arguments lose their folders."""
-    command = " ".join([f"python -m eval.{Path(sys.argv[0]).stem}", *(Path(a).name for a in sys.argv[1:])])
+    script = Path(sys.argv[0]).resolve().with_suffix("")
+    parts = script.relative_to(ROOT).parts if script.is_relative_to(ROOT) else ("eval", script.name)
+    module = ".".join(part for part in parts if part != "__main__")
+    command = " ".join([f"python -m {module}", *(Path(a).name for a in sys.argv[1:])])
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"command": command, "machine": machine(), **results}, indent=2)
     path.write_text(text + "\n", encoding="utf-8")

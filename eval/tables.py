@@ -1,4 +1,4 @@
-"""Write the README's tables from the JSON in eval/results: `python -m eval.tables`."""
+"""Write the tables of README.md and docs/ from the JSON in eval/results: `python -m eval.tables`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from eval.quality import tables as quality_tables
 from eval.speed import tables as speed_tables
 
 ROOT = Path(__file__).parents[1]
@@ -92,16 +93,37 @@ TABLES = {
 }
 
 
-def render(text: str) -> str:
-    """The README with every table between its markers made anew."""
-    for name, make in TABLES.items():
+def quality() -> str:
+    """All that `eval.quality` has measured, file by file."""
+    parts = []
+    for path in quality_tables.results_files():
+        results = load(path.stem)
+        table, setting = quality_tables.quality(results), quality_tables.setting(results)
+        plots = quality_tables.plots(path)
+        heading = f"### {results['model']}: {path.stem.removeprefix('quality-')}"
+        parts += [heading, setting, table, f"{source(results)}.", *([plots] if plots else [])]
+    return "\n\n".join(parts)
+
+
+def tried() -> str:
+    """What helped and what did not."""
+    return quality_tables.tried(load("tried")["rows"])
+
+
+DOCUMENTS = {"README.md": TABLES, "docs/quality.md": {"quality": quality, "tried": tried}}
+
+
+def render(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
+    """A document with every table between its markers made anew."""
+    for name, make in tables.items():
         pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         text, count = pattern.subn(lambda match, body=make(): f"{match[1]}{body}\n{match[2]}", text)
         if count != 1:
-            raise ValueError(f"README.md has {count} places for the table {name!r}, expected one.")
+            raise ValueError(f"The document has {count} places for the table {name!r}, expected one.")
     return text
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(render(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    for document, tables in DOCUMENTS.items():
+        path = ROOT / document
+        path.write_text(render(path.read_text(encoding="utf-8"), tables), encoding="utf-8")

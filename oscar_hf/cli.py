@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from . import __version__, cli_cache, cli_zoo
+from . import __version__, cli_cache, cli_eval, cli_zoo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -123,11 +123,11 @@ def calibrate(
     - `oscar-hf calibrate ./model --set alpha=0.75 --set k_clip=0.92 --out rotations`
     """
     from .calibration import calibrate
-    from .config import get_recipe
+    from .config import get_recipe, parse_setting
     from .corpus import read_corpus
     from .loading import display_name
 
-    changes = dict(_setting(text) for text in settings or [])
+    changes = dict(map(parse_setting, settings or []))
     get_recipe(recipe, **changes)
     texts = read_corpus(corpus)
     texts = chain([next(texts, "")], texts)  # a corpus that is not there is noticed before the model is loaded
@@ -267,6 +267,7 @@ def inspect(
 
 
 app.command()(cli_zoo.export)
+app.command("eval")(cli_eval.evaluate)
 
 # Describing
 
@@ -392,14 +393,3 @@ def _patch(model: PreTrainedModel, name: str, rotations: RotationSet | None) -> 
 def _status(text: str) -> Status:
     """A spinner on stderr, if that is a terminal."""
     return Console(stderr=True).status(text)
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    """Name and value, a number, true, false or text, of `"alpha=0.75"`."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"--set {text}: write NAME=VALUE, such as alpha=0.75.")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -107,6 +108,17 @@ def get_recipe(name: str, /, **changes: Any) -> Recipe:
             f"it has {', '.join(field.name for field in fields(Recipe) if field.name != 'name')}."
         )
     return replace(RECIPES[name], **changes)
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """Name and value (a number, true, false, null or text) of `"alpha=0.75"`."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"{text!r} is no setting: write NAME=VALUE, such as alpha=0.75.")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from eval.tables import render
+from eval.tables import DOCUMENTS, render
 from oscar_hf import calibrate
 from oscar_hf.cli import app
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -49,7 +50,7 @@ def test_python_blocks(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, c
 
 def test_commands(tiny_checkpoint: Path) -> None:
     commands = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("oscar-hf ")]
-    assert len(commands) == 6
+    assert len(commands) == 7
     Path("book.txt").write_text("A long story, told once. " * 30)
     for command in commands:
         arguments = [str(tiny_checkpoint) if part == MODEL else part for part in shlex.split(command)[1:]]
@@ -57,9 +58,14 @@ def test_commands(tiny_checkpoint: Path) -> None:
             arguments += ["--tokens", "600"]
         if arguments[0] == "generate":
             arguments += ["--max-new-tokens", "4", "--no-chat"]
+        if arguments[0] == "eval":
+            settings = "--lengths 600 --sequences 1 --trials 1 --first 400 --calibration-tokens 600"
+            arguments += settings.split()
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output
 
 
-def test_tables_are_made_from_the_results() -> None:
-    assert render(README) == README
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_tables_are_made_from_the_results(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert render(text, DOCUMENTS[document]) == text

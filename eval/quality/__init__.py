@@ -1,0 +1,1 @@
+"""What caches cost in accuracy on real models: `python -m eval.quality`, plots and tables."""
