@@ -99,14 +99,30 @@ def check_crop(layer: Any, seen: int, remove: int) -> None:
     advice = "Copy the cache before such tokens (copy.deepcopy), or reset() it and give it the shorter text."
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         if not (layer.is_croppable and layer.record_past):
-            raise ValueError(f"Linear-attention layers hold one state for all tokens, and none can be removed. {advice}")
+            raise ValueError(
+                f"Linear-attention layers hold one state for all tokens, and none can be removed. {advice}"
+            )
         return
-    needed = min(layer.sliding_window - 1, seen - remove) if layer.is_sliding else seen - remove
-    held = min(seen, layer.max_cache_len) if isinstance(layer, StaticLayer) else layer.keys.shape[-2]
-    if isinstance(layer, StaticLayer) and seen > held or held - remove < needed:
+    if isinstance(layer, StaticLayer):
+        held, fits = layer.max_cache_len, seen <= layer.max_cache_len
+    else:
+        held = layer.keys.shape[-2]
+        fits = not layer.is_sliding or held - remove >= min(layer.sliding_window - 1, seen - remove)
+    if not fits:
         raise ValueError(
             f"A sliding-window layer keeps {held} of {seen} tokens: not enough without the newest {remove}. {advice}"
         )
+
+
+def crop_layer(layer: Any, remove: int) -> None:
+    """Take the newest tokens back from a stock layer that `check_crop` has let pass."""
+    if isinstance(layer, StaticLayer) and not hasattr(
+        layer, "crop"
+    ):  # transformers 5.17: the next ones overwrite them
+        layer.cumulative_length.sub_(remove)
+        layer.cumulative_length_int -= remove  # type: ignore[attr-defined]
+    elif remove or getattr(layer, "record_past", False):
+        layer.crop(-remove)
 
 
 def cache_argument(model: PreTrainedModel) -> str:

@@ -18,6 +18,7 @@ from ._compat import (
     architecture,
     cache_layers,
     check_crop,
+    crop_layer,
     text_config,
     unwrap_cache_preparation,
     wrap_cache_preparation,
@@ -131,7 +132,7 @@ class OscarQuantizedCache(Cache):
         return super().update_conv_state(conv_states, *args, **kwargs)
 
     def reset(self) -> None:
-        """Forget everything. Prompts of the same shape use the same storage; those of another batch size, their own."""
+        """Forget everything. The next prompts use the same storage, or, if of another batch size, their own."""
         self._emptied = self.oscar_layers[0].batch_size if self.oscar_layers[0].is_initialized else None
         super().reset()
 
@@ -167,8 +168,7 @@ class OscarQuantizedCache(Cache):
         for layer in stock:
             check_crop(layer, seen, -count)
         for layer in stock:
-            if count or getattr(layer, "record_past", False):
-                layer.crop(count)
+            crop_layer(layer, -count)
         for layer in reversed(self.oscar_layers):  # the first counts columns for the others
             layer.crop(count)
 
@@ -326,7 +326,7 @@ class OscarQuantizedCache(Cache):
         patch = getattr(model, "_oscar_patch", None)
         groups = vars(model).get("_oscar_transforms", {})
         transforms = patch.transforms if patch and patch.digest == self.digest else groups.get(self.digest)
-        if transforms is None or self.fingerprint != fingerprint(model):
+        if transforms is None or self.fingerprint not in (None, fingerprint(model)):
             raise ValueError("This pickled cache was computed with another model or other rotations; make a new one.")
         self.text_config = text_config(model)
         for index, layer in enumerate(self.layers):

@@ -132,6 +132,12 @@ def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float32, **c
     return model.to(dtype).eval()
 
 
+def two_layers(family: str) -> dict[str, Any]:
+    """Changes with which a family's model has two layers only, of every kind that it has."""
+    lists = {name: value[:2] for name, value in FAMILIES.get(family, {}).items() if isinstance(value, list)}
+    return {"num_hidden_layers": 2, **lists}
+
+
 def tiny_tokenizer(letters: int = 256) -> PreTrainedTokenizerFast:
     """One token a byte, after the special tokens of `BASE`; with fewer letters some bytes have none."""
     alphabet = ["<pad>", "<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())[:letters]]

@@ -29,19 +29,25 @@ equal to rounding, and caches of 2 bits, growing and fixed, against a state comp
 def read(paths: list[Path]) -> tuple[dict, dict, list[str]]:
     """Outcomes by (family, scenario) and version, descriptions by scenario, and the versions.
 
-    An outcome is "" if the scenario works, else the message of the refusal; failures raise ValueError.
+    An outcome is "" if the scenario works, else the message of the refusal; a later file's replaces an earlier one's.
+
+    Raises:
+        ValueError: a cell that did not pass.
     """
-    cells: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    cells: dict[tuple[str, str], dict[str, str | None]] = defaultdict(dict)
     about: dict[str, str] = {}
     for path in paths:
         for case in ElementTree.parse(path).iter("testcase"):
             facts = {entry.get("name"): entry.get("value", "") for entry in case.iter("property")}
             if "family" not in facts:
                 continue
-            if any(case.find(tag) is not None for tag in ("failure", "error", "skipped")):
-                raise ValueError(f"{facts['scenario']} on {facts['family']} did not pass; the page is of whole runs.")
-            cells[facts["family"], facts["scenario"]][facts["transformers"]] = facts.get("refused", "")
+            bad = any(case.find(tag) is not None for tag in ("failure", "error", "skipped"))
+            outcome = None if bad else facts.get("refused", "")
+            cells[facts["family"], facts["scenario"]][facts["transformers"]] = outcome
             about[facts["scenario"]] = facts["about"]
+    failed = [f"{' / '.join(key)} on {v}" for key, cell in cells.items() for v in cell if cell[v] is None]
+    if failed:
+        raise ValueError(f"The page is of suites that passed, not of: {'; '.join(failed)}")
     versions = sorted({version for cell in cells.values() for version in cell})
     return cells, about, versions
 

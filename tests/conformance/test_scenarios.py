@@ -30,8 +30,6 @@ REFUSALS: dict[str, dict[str, str]] = {
 REFUSALS["crop past a sliding window"] |= dict.fromkeys(SLIDING, "not enough without the newest 4")
 
 
-
-
 @pytest.fixture
 def tell(record_property: Callable[[str, str], None]) -> Callable[..., None]:
     """Notes facts for docs/compatibility.md in the file that --junitxml names."""
