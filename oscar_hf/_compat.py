@@ -116,11 +116,9 @@ def check_crop(layer: Any, seen: int, remove: int) -> None:
 
 def crop_layer(layer: Any, remove: int) -> None:
     """Take the newest tokens back from a stock layer that `check_crop` has let pass."""
-    if isinstance(layer, StaticLayer) and not hasattr(
-        layer, "crop"
-    ):  # transformers 5.17: the next ones overwrite them
+    if isinstance(layer, StaticLayer) and not hasattr(layer, "crop"):  # transformers 5.17
         layer.cumulative_length.sub_(remove)
-        layer.cumulative_length_int -= remove  # type: ignore[attr-defined]
+        layer.cumulative_length_int -= remove
     elif remove or getattr(layer, "record_past", False):
         layer.crop(-remove)
 

@@ -133,11 +133,15 @@ class OscarQuantizedCache(Cache):
 
     def reset(self) -> None:
         """Forget everything. The next prompts use the same storage, or, if of another batch size, their own."""
-        self._emptied = self.oscar_layers[0].batch_size if self.oscar_layers[0].is_initialized else None
         super().reset()
+        first = self.oscar_layers[0]
+        if not first.fixed:
+            self._replace_stock_layers()
+        elif first.tiers is not None:
+            self._emptied = first.tiers.like.shape[0]
 
     def _renew(self, batch: int) -> None:
-        """The first states after a reset: stock layers, which keep their storage, are made anew for another batch."""
+        """The first states after a reset: stock layers of fixed storage are made anew for another batch size."""
         if torch.compiler.is_compiling():
             return
         if self.unbound:
@@ -146,13 +150,16 @@ class OscarQuantizedCache(Cache):
                 "use cache.save(folder) and OscarQuantizedCache.load(folder, model)."
             )
         if self._emptied not in (None, batch):
-            layers, _ = cache_layers(self.text_config, self.oscar_layers[0].max_cache_len)
-            for index, (old, new) in enumerate(zip(self.layers, layers, strict=True)):
-                if not isinstance(old, OscarLayer):
-                    self.layers[index] = new
-                    if getattr(old, "record_past", False):
-                        new.activate_past_recording()
+            self._replace_stock_layers()
         self._emptied = None
+
+    def _replace_stock_layers(self) -> None:
+        layers, _ = cache_layers(self.text_config, self.oscar_layers[0].max_cache_len)
+        for index, (old, new) in enumerate(zip(self.layers, layers, strict=True)):
+            if not isinstance(old, OscarLayer):
+                self.layers[index] = new
+                if getattr(old, "record_past", False):
+                    new.activate_past_recording()
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the newest `-tokens_to_remove` tokens; a positive number is the length to keep (old meaning).
@@ -298,7 +305,7 @@ class OscarQuantizedCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> OscarQuantizedCache:
         """Copy what is stored; transforms and the model's configuration are shared."""
         twin = object.__new__(type(self))
-        vars(twin).update(vars(self))
+        twin.__dict__ |= self.__dict__
         memo[id(self)] = twin
         twin.layers = copy.deepcopy(self.layers, memo)
         return twin
@@ -374,7 +381,7 @@ def detach(model: PreTrainedModel) -> None:
 def _tell_padding(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     cache = next((v for v in (*kwargs.values(), *args) if isinstance(v, OscarQuantizedCache)), None)
     if cache is not None and cache.unbound:
-        cache.bind(model)  # type: ignore[arg-type]
+        cache.bind(model)
     if cache is not None and not cache.fused:
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         mask = given.get("attention_mask")
