@@ -302,10 +302,14 @@ class OscarQuantizedCache(Cache):
         """What is held, byte by byte."""
         return measure(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OscarQuantizedCache:
-        """Copy what is stored; transforms and the model's configuration are shared."""
+    def __copy__(self) -> OscarQuantizedCache:
         twin = object.__new__(type(self))
         twin.__dict__ |= self.__dict__
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OscarQuantizedCache:
+        """Copy what is stored; transforms and the model's configuration are shared."""
+        twin = copy.copy(self)
         memo[id(self)] = twin
         twin.layers = copy.deepcopy(self.layers, memo)
         return twin

@@ -535,6 +535,19 @@ def several_questions(case: Case) -> None:
 
 
 @scenario
+def fork(case: Case) -> None:
+    """Several continuations that share one context's history; the context itself goes on too."""
+    context, more = tokens(1, 40), tokens(3, 4)
+    for kind in KINDS[:2]:
+        cache, other = case.cache(kind), case.cache("stock" if kind == "16 bits" else kind)
+        case.feed(cache, context)
+        forked = cache.fork(3)
+        expected = case.feed(other, torch.cat([context.expand(3, -1), more], 1), 40, 2, 1, 1)[:, 40:]
+        same(case.feed(forked, more, 2, 1, 1), expected, kind)
+        same(case.feed(cache, more[:1], 2, 1, 1), expected[:1], f"{kind}, the context")
+
+
+@scenario
 def several_turns(case: Case) -> None:
     """A conversation in one cache, turn by turn, through generate."""
     first, second = tokens(2, PROMPT), tokens(2, 5)
