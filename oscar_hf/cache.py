@@ -14,7 +14,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from . import attention as _attention  # noqa: F401  (registers "oscar")
-from ._compat import architecture, cache_layers, text_config, unwrap_cache_preparation, wrap_cache_preparation
+from ._compat import (
+    architecture,
+    cache_layers,
+    check_crop,
+    crop_layer,
+    text_config,
+    unwrap_cache_preparation,
+    wrap_cache_preparation,
+)
 from .cache_file import fingerprint, load_cache, read_facts, save_cache
 from .config import OscarConfig
 from .layer import OscarLayer
@@ -85,6 +93,7 @@ class OscarQuantizedCache(Cache):
             layers[index] = OscarLayer(transforms[index], self.config, model_config, max_cache_len, leader, index)
             leader = leader or layers[index]
         super().__init__(layers=layers)
+        self._emptied: int | None = None  # batch size before a reset that nothing has followed yet
         if isinstance(model_or_config, PreTrainedModel) and patch is None:
             attach(model_or_config)
 
@@ -102,6 +111,7 @@ class OscarQuantizedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values [B, H_kv, n, D] of a layer; see `OscarLayer.update` for what comes back."""
+        self._renew(key_states.shape[0])
         layer = self.layers[layer_idx]
         if isinstance(layer, OscarLayer) and not torch.compiler.is_compiling():
             if layer.fixed:
@@ -116,15 +126,68 @@ class OscarQuantizedCache(Cache):
                     )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Store the state of a linear layer's convolution, as transformers does."""
+        self._renew(conv_states.shape[0])
+        return super().update_conv_state(conv_states, *args, **kwargs)
+
+    def reset(self) -> None:
+        """Forget everything. The next prompts use the same storage, or, if of another batch size, their own."""
+        super().reset()
+        first = self.oscar_layers[0]
+        if not first.fixed:
+            self._replace_stock_layers()
+        elif first.tiers is not None:
+            self._emptied = first.tiers.like.shape[0]
+
+    def _renew(self, batch: int) -> None:
+        """The first states after a reset: stock layers of fixed storage are made anew for another batch size."""
+        if torch.compiler.is_compiling():
+            return
+        if self.unbound:
+            raise RuntimeError(
+                "A pickled cache goes on only in a model that is patched with the same rotations; patch it first, or "
+                "use cache.save(folder) and OscarQuantizedCache.load(folder, model)."
+            )
+        if self._emptied not in (None, batch):
+            self._replace_stock_layers()
+        self._emptied = None
+
+    def _replace_stock_layers(self) -> None:
+        layers, _ = cache_layers(self.text_config, self.oscar_layers[0].max_cache_len)
+        for index, (old, new) in enumerate(zip(self.layers, layers, strict=True)):
+            if not isinstance(old, OscarLayer):
+                self.layers[index] = new
+                if getattr(old, "record_past", False):
+                    new.activate_past_recording()
+
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Remove the newest `-tokens_to_remove` tokens; a positive number is the length to keep (old meaning)."""
-        count = int(tokens_to_remove)
-        count = min(0, count - int(self.get_seq_length())) if count > 0 else count
-        # those that may refuse come first; the first OSCAR layer, which counts columns for the others, last
-        for layer in sorted(
-            self.layers, key=lambda layer: isinstance(layer, OscarLayer) and 1 + (layer.leader is None)
-        ):
+        """Remove the newest `-tokens_to_remove` tokens; a positive number is the length to keep (old meaning).
+
+        Raises:
+            ValueError: a linear or sliding-window layer has forgotten what came before; nothing is removed.
+        """
+        count, seen = int(tokens_to_remove), int(self.get_seq_length())
+        count = max(min(0, count - seen) if count > 0 else count, -seen)
+        if count == -seen:
+            return self.reset()
+        stock = [layer for layer in self.layers if not isinstance(layer, OscarLayer)]
+        for layer in stock:
+            check_crop(layer, seen, -count)
+        for layer in stock:
+            crop_layer(layer, -count)
+        for layer in reversed(self.oscar_layers):  # the first counts columns for the others
             layer.crop(count)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times."""
+        if self.oscar_layers[0].is_initialized:
+            self.reorder_cache(torch.arange(self.oscar_layers[0].batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows that `indices` (numbers or a bool mask) name."""
+        if self.oscar_layers[0].is_initialized:
+            self.reorder_cache(torch.arange(self.oscar_layers[0].batch_size, device=indices.device)[indices])
 
     def set_padding(self, attention_mask: Tensor | None) -> None:
         """Tell which columns, of those stored and those of the next forward, are real: [B, seen + n], 0 is padding.
@@ -239,12 +302,47 @@ class OscarQuantizedCache(Cache):
         """What is held, byte by byte."""
         return measure(self)
 
+    def __copy__(self) -> OscarQuantizedCache:
+        twin = object.__new__(type(self))
+        twin.__dict__ |= self.__dict__
+        return twin
+
     def __deepcopy__(self, memo: dict[int, Any]) -> OscarQuantizedCache:
         """Copy what is stored; transforms and the model's configuration are shared."""
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin.layers = copy.deepcopy(self.layers, memo)
         return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the model's configuration: a pickled cache belongs to no model until one that fits is given it."""
+        layers = [copy.copy(layer) for layer in self.layers]
+        for layer in layers:
+            if isinstance(layer, OscarLayer):
+                layer.text_config = layer.transform = None  # type: ignore[assignment]
+                layer.leader = layers[self.layers.index(layer.leader)] if layer.leader else None
+        return {**vars(self), "layers": layers, "text_config": None}
+
+    @property
+    def unbound(self) -> bool:
+        """Whether this came out of a pickle and has met no model yet."""
+        return self.text_config is None
+
+    def bind(self, model: PreTrainedModel) -> None:
+        """Go on in this model, after a pickle.
+
+        Raises:
+            ValueError: its weights or rotations are not those that the cache was computed with.
+        """
+        patch = getattr(model, "_oscar_patch", None)
+        groups = vars(model).get("_oscar_transforms", {})
+        transforms = patch.transforms if patch and patch.digest == self.digest else groups.get(self.digest)
+        if transforms is None or self.fingerprint not in (None, fingerprint(model)):
+            raise ValueError("This pickled cache was computed with another model or other rotations; make a new one.")
+        self.text_config = text_config(model)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, OscarLayer):
+                layer.text_config, layer.transform = self.text_config, transforms[index]
 
 
 def _check_fixed(config: OscarConfig, max_cache_len: int) -> None:
@@ -286,6 +384,8 @@ def detach(model: PreTrainedModel) -> None:
 
 def _tell_padding(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     cache = next((v for v in (*kwargs.values(), *args) if isinstance(v, OscarQuantizedCache)), None)
+    if cache is not None and cache.unbound:
+        cache.bind(model)
     if cache is not None and not cache.fused:
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         mask = given.get("attention_mask")
@@ -296,6 +396,13 @@ def _prepare_cache(
     model: PreTrainedModel, cache: Any | None, prompt: Tensor | int, total: int, free: bool, assisted: bool
 ) -> Any | None:
     if isinstance(cache, OscarQuantizedCache):
+        if cache.unbound:
+            cache.bind(model)
+        if assisted and cache.oscar_layers[0].fixed and len(cache.oscar_layers) < len(cache.layers):
+            raise ValueError(
+                "With an assistant or prompt lookup tokens are taken back, which the sliding-window layers of fixed "
+                "storage cannot; make the cache without max_cache_len."
+            )
         if assisted and cache.oscar_layers[0].seen:
             raise ValueError(
                 "With an assistant or prompt lookup, transformers feeds the whole prompt again, whatever the cache "
