@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 import statistics
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import DynamicCache
-from typer.testing import CliRunner
 
 from eval.decode import fill, step
 from eval.demo import FACTS, ask, model_file, spread
 from oscar_hf import OscarConfig, OscarQuantizedCache, RotationSet, calibrate, patch_model, unpatch_model
-from oscar_hf.cli import app
 from oscar_hf.corpus import read_corpus
 from oscar_hf.loading import load_model
-from oscar_hf.zoo import find_rotations, zoo_folder
+from oscar_hf.zoo import find_rotations
 
 pytestmark = pytest.mark.slow
 
@@ -74,20 +68,3 @@ def test_the_zoo_set_is_what_its_command_makes(smollm2) -> None:
     for index, layer in published.layers.items():
         for name, tensor in layer.tensors().items():
             torch.testing.assert_close(made.layers[index].tensors()[name], tensor, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the set is of the manual of Python 3.11")
-def test_the_bundled_set_comes_from_the_documented_command(tmp_path: Path) -> None:
-    page = (zoo_folder() / "README.md").read_text(encoding="utf-8")
-    command = re.search(r"^oscar-hf calibrate (?:.*\\\n)*.*$", page, re.MULTILINE)
-    assert command is not None
-    words = shlex.split(command[0])[1:]
-    words[words.index("SmolLM2-135M-Instruct.Q4_1.gguf")] = model_file()
-    words[words.index("--out") + 1] = str(tmp_path)
-    result = CliRunner().invoke(app, [*words, "--device-map", "cpu"])
-    assert result.exit_code == 0, result.output
-    made, kept = RotationSet.from_pretrained(tmp_path), find_rotations("smollm2-135m-instruct")
-    assert made.provenance["model"] == kept.provenance["model"] and made.config == kept.config
-    for index, layer in kept.layers.items():
-        for name, tensor in layer.tensors().items():
-            assert torch.allclose(made.layers[index].tensors()[name], tensor, rtol=0, atol=1e-6), (index, name)
