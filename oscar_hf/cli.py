@@ -386,8 +386,10 @@ def _patch(model: PreTrainedModel, name: str, rotations: RotationSet | None) -> 
     from .loading import display_name
     from .patch import patch_model
 
-    saved = getattr(model.config, "oscar", None) is not None
-    patch_model(model, rotations if rotations or saved else display_name(name), reversible=False)
+    if rotations is None and name.endswith(".gguf"):  # such a model only knows its folder
+        patch_model(model, display_name(name), reversible=False)
+    else:
+        patch_model(model, rotations, reversible=False)
 
 
 def _status(text: str) -> Status:

@@ -252,7 +252,8 @@ class RotationSet:
             for index, layer in self.layers.items()
             for name, tensor in layer.tensors().items()
         }
-        save_file(tensors, directory / WEIGHTS_NAME, metadata={"format": "pt", "oscar_version": str(FILE_VERSION)})
+        # one key: safetensors writes several in any order, and a set would have another checksum each time
+        save_file(tensors, directory / WEIGHTS_NAME, metadata={"oscar_version": str(FILE_VERSION)})
         (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
 
     def push_to_hub(self, repo_id: str, **options: Any) -> dict[str, Any]:

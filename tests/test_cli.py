@@ -1,6 +1,7 @@
 """The command line, from a model to a patched checkpoint and back."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import oscar_hf
+import oscar_hf.zoo
 from oscar_hf import RotationSet, patch_model
 from oscar_hf.cli import app
 from oscar_hf.rotation import CONFIG_NAME, WEIGHTS_NAME
@@ -111,6 +113,18 @@ def test_patched_checkpoint_is_not_rotated_twice(folder: Path) -> None:
             patch_model(model)
             assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
             torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_patch_follows_base_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(folder / "model", tmp_path / "tune")
+    (tmp_path / "tune" / "README.md").write_text("---\nbase_model: someone/tiny\n---\n")
+    shutil.copytree(folder / "rotations", tmp_path / "zoo" / "tiny")
+    index = {"tiny": {"models": ["someone/tiny"], "folder": "tiny"}}
+    (tmp_path / "zoo" / "index.json").write_text(json.dumps(index))
+    monkeypatch.setattr(oscar_hf.zoo, "zoo_folder", lambda: tmp_path / "zoo")
+    facts = as_json("patch", tmp_path / "tune", "--out", tmp_path / "out")
+    assert facts["digest"] == RotationSet.from_pretrained(folder / "rotations").digest()
+    fails("No rotations for 'model'", "patch", folder / "model", "--out", tmp_path / "other")
 
 
 @pytest.mark.parametrize("source", ["model", "patched"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from oscar_hf.config import OscarConfig, get_recipe
@@ -646,3 +646,20 @@ def test_published_rotations_are_sound(
     rotations = RotationSet({index: LayerRotation(keys[index], values[index]) for index in keys})
     assert sorted(rotations.layers) == sorted(values) == list(layers)
     rotations.check_fits(set(layers), {"head_dim": size})
+
+
+def test_a_set_saved_twice_has_equal_bytes(tmp_path: Path) -> None:
+    rotations = RotationSet.without_data({0, 1, 2}, 16)
+    saved = []
+    for name in "abcdefgh":
+        rotations.save_pretrained(tmp_path / name)
+        saved.append([(tmp_path / name / file).read_bytes() for file in (WEIGHTS_NAME, CONFIG_NAME)])
+    assert all(files == saved[0] for files in saved)
+
+
+def test_files_with_more_metadata_still_load(tmp_path: Path) -> None:
+    rotations = RotationSet.without_data({0, 1}, 16)
+    rotations.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS_NAME)
+    save_file(tensors, tmp_path / WEIGHTS_NAME, metadata={"format": "pt", "oscar_version": "1"})
+    assert RotationSet.from_pretrained(tmp_path).digest() == rotations.digest()
