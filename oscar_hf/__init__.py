@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .config import OscarConfig, Recipe
     from .memory import CacheMemory
     from .patch import patch_model, save_patched, unpatch_model
+    from .planning import Plan, plan
     from .rotation import LayerRotation, RotationSet
 
 __version__ = "0.1.0"
@@ -20,10 +21,12 @@ __all__ = [
     "LayerRotation",
     "OscarConfig",
     "OscarQuantizedCache",
+    "Plan",
     "Recipe",
     "RotationSet",
     "calibrate",
     "patch_model",
+    "plan",
     "save_patched",
     "unpatch_model",
 ]
@@ -34,6 +37,7 @@ _HOMES = {
     "config": ["OscarConfig", "Recipe"],
     "memory": ["CacheMemory"],
     "patch": ["patch_model", "save_patched", "unpatch_model"],
+    "planning": ["Plan", "plan"],
     "rotation": ["LayerRotation", "RotationSet"],
 }
 
