@@ -87,7 +87,7 @@ def load(folder: str, how: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def logits(model: PreTrainedModel, cache: Any, batch: int, steps: int = 64) -> Tensor:
+def logits(model: PreTrainedModel, cache: Any, batch: int, steps: int) -> Tensor:
     """Of a prompt of 512 tokens, rows but the first left-padded, and of single steps: [steps + 1, B, vocabulary]."""
     generator = torch.Generator().manual_seed(batch)
     prompt = torch.randint(3, model.config.vocab_size, (batch, 512), generator=generator)
@@ -112,22 +112,22 @@ def logits(model: PreTrainedModel, cache: Any, batch: int, steps: int = 64) -> T
     return torch.stack(found)
 
 
-def all_logits(model: PreTrainedModel) -> dict[str, Tensor]:
+def all_logits(model: PreTrainedModel, steps: int) -> dict[str, Tensor]:
     """Of the small model with each kind of cache and batch."""
-    found = {f"dynamic-{batch}": logits(model, DynamicCache(config=model.config), batch) for batch in (1, 4)}
+    found = {f"dynamic-{batch}": logits(model, DynamicCache(config=model.config), batch, steps) for batch in (1, 4)}
     patch_model(model, common.random_rotations(model))
     config = OscarConfig("balanced", sink_tokens=16, recent_tokens=64)
     for name, settings in (("16 bits", {"bits": 16}), ("2 bits", {})):
         for batch in (1, 4):
             cache = OscarQuantizedCache(model, config=config.replace(**settings))
-            found[f"{name}-{batch}"] = logits(model, cache, batch)
+            found[f"{name}-{batch}"] = logits(model, cache, batch, steps)
     return found
 
 
 @app.command()
-def equality(folder: str, how: str, out: Path) -> None:
+def equality(folder: str, how: str, steps: int, out: Path) -> None:
     """Save the small model's logits; one process of them."""
-    found = all_logits(load(folder, how))
+    found = all_logits(load(folder, how), steps)
     if RANK == 0:
         torch.save(found, out)
     _leave()
@@ -252,6 +252,7 @@ def run_all(
     model: Annotated[str, typer.Option(help=f"Of {', '.join(common.SHAPES)}.")] = "qwen3-32b",
     contexts: str = "32K,100K",
     parts: str = "equality,failing,speed",
+    steps: Annotated[int, typer.Option(help="Single steps whose logits are compared.")] = 64,
     out: Path = Path("parallel.json"),
 ) -> None:
     """Run the parts named, each in processes of its own."""
@@ -267,7 +268,7 @@ def run_all(
             found = {}
             for how, count in (("one", 1), ("tensor", gpus), ("layers", 1)):
                 file = folder / f"{how}.pt"
-                done = launch(count, "equality", small, how, file)
+                done = launch(count, "equality", small, how, steps, file)
                 if done.returncode:
                     results.add(part="equality", how=how, error=_tail(done))
                     continue
