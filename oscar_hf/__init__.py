@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .calibration import calibrate
     from .config import OscarConfig, Recipe
     from .memory import CacheMemory
+    from .parallel import tensor_parallel
     from .patch import patch_model, save_patched, unpatch_model
     from .planning import Plan, plan
     from .rotation import LayerRotation, RotationSet
@@ -28,6 +29,7 @@ __all__ = [
     "patch_model",
     "plan",
     "save_patched",
+    "tensor_parallel",
     "unpatch_model",
 ]
 
@@ -36,6 +38,7 @@ _HOMES = {
     "calibration": ["calibrate"],
     "config": ["OscarConfig", "Recipe"],
     "memory": ["CacheMemory"],
+    "parallel": ["tensor_parallel"],
     "patch": ["patch_model", "save_patched", "unpatch_model"],
     "planning": ["Plan", "plan"],
     "rotation": ["LayerRotation", "RotationSet"],
