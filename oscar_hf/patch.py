@@ -30,6 +30,9 @@ CHECK_CONFIG = OscarConfig(sink_tokens=1, recent_tokens=2, bits=16)
 CHECK_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
+LAYER_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.03}
+
+
 class Marker(dict):
     """What a live patched model's configuration says under "oscar"; from a file it is read as a plain dict."""
 
@@ -87,7 +90,7 @@ def patch_model(
         absorb: False applies the value rotation online everywhere.
         default_cache: `model.generate(...)` without a cache uses an OscarQuantizedCache.
         reversible: keep the original weights of rotated projections in CPU memory, for `unpatch_model`. False needs
-            no memory but for one head's weights at a time.
+            memory for one layer's at a time.
         check: compare a few steps, with a cache that stores exactly, with the unpatched model's.
 
     Returns:
@@ -146,9 +149,7 @@ def patch_model(
             model._oscar_patch = patch
             if on_disk is None:
                 for index in absorbed:
-                    _rotate(
-                        seen[index].module, rotations.layers[index].v_rotation, patch.saved if reversible else None
-                    )
+                    _rotate_layer(model, seen[index].module, rotations.layers[index].v_rotation, patch, reversible)
                     rotated.append(index)
                 model.config.oscar = Marker(digest=digest, absorbed=absorbed)
             attach(model)
@@ -263,10 +264,7 @@ def _check(model: PreTrainedModel, tokens: Tensor, expected: Tensor, whole: Tens
     if model.dtype in (torch.float16, torch.bfloat16):
         allowed = min(0.5, max(allowed, 3 * noise))
     if not error <= allowed:
-        raise RuntimeError(
-            f"{type(model).__name__} with rotations gives other logits than without: relative error {error:.2g}, "
-            f"allowed {allowed:.2g} in {model.dtype}. The model is unpatched again; please report its architecture."
-        )
+        raise RuntimeError(_refusal(model, error, allowed, model.dtype))
 
 
 @torch.no_grad()
@@ -345,6 +343,39 @@ def _whole_heads(module: nn.Module, size: int) -> bool:
     """Whether this process holds whole heads of a layer's projections."""
     spans = held(module.v_proj.weight, 0), held(module.o_proj.weight, 1)  # type: ignore[union-attr, arg-type]
     return not any(span.start % size or len(span) % size for span in spans)
+
+
+@torch.no_grad()
+def _rotate_layer(model: nn.Module, module: nn.Module, rotation: Tensor, patch: Patch, reversible: bool) -> None:
+    """`_rotate`; what is not to be reversible later is checked at once, while its weights can still be put back."""
+    if reversible:
+        _rotate(module, rotation, patch.saved)
+        return
+    v_proj: nn.Linear = module.v_proj  # type: ignore[assignment]
+    o_proj: nn.Linear = module.o_proj  # type: ignore[assignment]
+    groups, dtype = o_proj.weight.shape[1] // v_proj.weight.shape[0], v_proj.weight.dtype
+    states = torch.randn(4, 1, v_proj.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    states = states.to(v_proj.weight.device, dtype)
+
+    def through() -> Tensor:
+        heads = v_proj(states).unflatten(-1, (-1, rotation.shape[-1]))
+        return o_proj(heads.repeat_interleave(groups, -2).flatten(-2)).float()
+
+    expected = through()
+    saved: list[tuple[nn.Parameter, Tensor]] = []
+    _rotate(module, rotation, saved)
+    error = (through() - expected).norm() / expected.norm().clamp_min(1e-30)
+    if not error <= LAYER_TOLERANCE[dtype]:
+        for parameter, original in saved:
+            local(parameter).copy_(original)
+        raise RuntimeError(_refusal(model, error.item(), LAYER_TOLERANCE[dtype], dtype))
+
+
+def _refusal(model: nn.Module, error: float, allowed: float, dtype: torch.dtype) -> str:
+    return (
+        f"{type(model).__name__} with rotations gives other logits than without: relative error {error:.2g}, "
+        f"allowed {allowed:.2g} in {dtype}. The model is unpatched again; please report its architecture."
+    )
 
 
 @torch.no_grad()

@@ -43,6 +43,19 @@ class Transform:
         counts = [len(tensor) for name, tensor in self.rotation.tensors().items() if _per_head(name, tensor)]
         return counts[0] if counts else None
 
+    def check(self, keys: Tensor) -> None:
+        """Raise ValueError unless these are for keys [B, H_kv, n, D] of so many heads and channels."""
+        if keys.shape[-1] != self.rotation.head_dim:
+            raise ValueError(
+                f"Rotations for head_dim {self.rotation.head_dim} met keys of {keys.shape[-1]} channels; they belong "
+                "to another model."
+            )
+        if self.kv_heads not in (None, keys.shape[1]):
+            raise ValueError(
+                f"Rotations for {self.kv_heads} KV heads met keys of {keys.shape[1]}: under tensor parallelism make "
+                "the cache from the model, not from its configuration."
+            )
+
     def tensors(self, device: torch.device) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """`k_mean` or None, `k_rotation`, `q_rotation`, and `v_rotation` unless the projections carry it; float32."""
         placed = self._on(device)
