@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from .calibration import calibrate
     from .config import OscarConfig, Recipe
     from .memory import CacheMemory
+    from .parallel import tensor_parallel
     from .patch import patch_model, save_patched, unpatch_model
+    from .planning import Plan, plan
     from .rotation import LayerRotation, RotationSet
 
 __version__ = "0.1.0"
@@ -20,11 +22,14 @@ __all__ = [
     "LayerRotation",
     "OscarConfig",
     "OscarQuantizedCache",
+    "Plan",
     "Recipe",
     "RotationSet",
     "calibrate",
     "patch_model",
+    "plan",
     "save_patched",
+    "tensor_parallel",
     "unpatch_model",
 ]
 
@@ -33,7 +38,9 @@ _HOMES = {
     "calibration": ["calibrate"],
     "config": ["OscarConfig", "Recipe"],
     "memory": ["CacheMemory"],
+    "parallel": ["tensor_parallel"],
     "patch": ["patch_model", "save_patched", "unpatch_model"],
+    "planning": ["Plan", "plan"],
     "rotation": ["LayerRotation", "RotationSet"],
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -142,6 +143,21 @@ def set_attention(model: PreTrainedModel, implementation: str) -> str:
     if config._attn_implementation != implementation:
         raise ValueError(f"{type(model).__name__} does not let its attention be set to {implementation!r}.")
     return previous
+
+
+def parallel_arguments() -> dict[str, Any]:
+    """What makes `from_pretrained` split a model by its tensor-parallel plan."""
+    try:
+        from transformers.distributed import DistributedConfig
+
+        return {"distributed_config": DistributedConfig(tp_plan="auto")}
+    except (ImportError, TypeError):  # there since 5.11; before, it had other fields
+        return {"tp_plan": "auto"}
+
+
+def parallel_style(model: PreTrainedModel, module: str) -> str | None:
+    """How the tensor-parallel plan splits the module of that name."""
+    return (getattr(model, "tp_plan", None) or {}).get(re.sub(r"\.\d+(?=\.|$)", ".*", module))
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

@@ -27,6 +27,7 @@ from .cache_file import fingerprint, load_cache, read_facts, save_cache
 from .config import OscarConfig
 from .layer import OscarLayer
 from .memory import CacheMemory, measure
+from .parallel import local_heads
 from .rotation import RotationSet, absorbed_layers
 from .transform import Transform
 
@@ -360,7 +361,8 @@ def _shared_transforms(
 ) -> dict[int, Transform]:
     """Transforms for a model that is not patched; its caches share them, and patch_model retires them."""
     absorbed = absorbed_layers(getattr(model_or_config, "config", model_or_config), rotations, full) or []
-    transforms = {index: Transform(layer, index in absorbed) for index, layer in rotations.layers.items()}
+    heads = local_heads(model_or_config) if isinstance(model_or_config, PreTrainedModel) else None
+    transforms = {index: Transform(layer, index in absorbed, heads) for index, layer in rotations.layers.items()}
     if not isinstance(model_or_config, PreTrainedModel):
         return transforms
     shared = vars(model_or_config).setdefault("_oscar_transforms", {})

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ._compat import architecture, text_config
 from .layer import OscarLayer
+from .parallel import DTensor, local
 from .quantization import FORMAT_VERSION
 
 if TYPE_CHECKING:
@@ -40,8 +41,10 @@ def fingerprint(model: nn.Module) -> str | None:
             continue
         if parameter.device.type == "meta":
             return None
+        if isinstance(parameter, DTensor):  # another rank holds other heads
+            sha.update(f"{name} {parameter.placements} {parameter.device_mesh.get_coordinate()}".encode())
         if parameter.dim() == 1 or "embed" in name:
-            sample = parameter.detach().flatten()
+            sample = local(parameter).flatten()
             sample = sample[:: max(1, sample.numel() // SAMPLE)][:SAMPLE].float().cpu()
             sha.update(name.encode() + sample.numpy().tobytes())
     return sha.hexdigest()

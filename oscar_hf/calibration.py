@@ -17,6 +17,7 @@ from .attention import evaluating, observe
 from .config import OscarConfig, Recipe, get_recipe
 from .loading import display_name
 from .outliers import logit_error, sample, warn
+from .parallel import local_heads
 from .rotation import LayerRotation, RotationSet, balanced_transform, compose_rotation, hadamard
 from .transform import Transform
 
@@ -210,6 +211,8 @@ def calibrate(
         raise ValueError("Change settings of a recipe given by name, or give a Recipe; not both.")
     if getattr(model, "_oscar_patch", None) is not None or getattr(model.config, "oscar", None) is not None:
         raise ValueError("This model's projections are rotated already; calibrate the original model.")
+    if local_heads(model) is not None:
+        raise ValueError("This process holds some of the model's heads; calibrate with one process, and device_map.")
     if sequence_length < 1:
         raise ValueError(f"sequence_length={sequence_length} must be a positive number of tokens.")
     config = text_config(model)

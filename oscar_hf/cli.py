@@ -1,4 +1,4 @@
-"""The command line: calibrate, patch, generate, inspect. torch and transformers are imported inside the commands."""
+"""The command line: calibrate, patch, generate, inspect, plan. torch and transformers are imported inside commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from . import __version__, cli_cache, cli_eval, cli_zoo
+from . import __version__, cli_cache, cli_eval, cli_plan, cli_zoo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,7 +83,7 @@ def main(
     """2-bit KV cache for Hugging Face transformers by attention-aware rotations.
 
     Fit rotations to a model with **calibrate**, look at them with **inspect**, try them with **generate --compare**,
-    and write a model that carries them with **patch**.
+    and write a model that carries them with **patch**. **plan** tells what fits on which GPU.
     """
 
 
@@ -268,6 +268,7 @@ def inspect(
 
 app.command()(cli_zoo.export)
 app.command("eval")(cli_eval.evaluate)
+app.command()(cli_plan.plan)
 
 # Describing
 

@@ -105,11 +105,7 @@ class OscarLayer(CacheLayerMixin):
                 f"Keys of {key_states.shape[-1]} and values of {value_states.shape[-1]} channels (MLA?) "
                 "are not supported; use DynamicCache for this model."
             )
-        if key_states.shape[-1] != self.transform.rotation.head_dim:
-            raise ValueError(
-                f"Rotations for head_dim {self.transform.rotation.head_dim} met keys of {key_states.shape[-1]} "
-                "channels; they belong to another model."
-            )
+        self.transform.check(key_states)
         self.config.groups(key_states.shape[-1])
         if self.tiers is None or differences(self.tiers.like, key_states):
             self.tiers = Tiers(self.config, key_states, self.max_cache_len)

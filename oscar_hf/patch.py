@@ -19,6 +19,7 @@ from .attention import evaluating, observe
 from .cache import OscarQuantizedCache, attach, detach
 from .cache_file import fingerprint
 from .config import OscarConfig
+from .parallel import DTensor, held, local, local_heads
 from .rotation import RotationSet, absorbed_layers
 from .transform import Transform
 from .zoo import find_rotations
@@ -27,6 +28,9 @@ ROTATIONS_FOLDER = "oscar"
 PROBE_TOKENS = 12
 CHECK_CONFIG = OscarConfig(sink_tokens=1, recent_tokens=2, bits=16)
 CHECK_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+
+
+LAYER_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.03}
 
 
 class Marker(dict):
@@ -85,7 +89,8 @@ def patch_model(
             folder of sets.
         absorb: False applies the value rotation online everywhere.
         default_cache: `model.generate(...)` without a cache uses an OscarQuantizedCache.
-        reversible: keep the original weights of rotated projections in CPU memory, for `unpatch_model`.
+        reversible: keep the original weights of rotated projections in CPU memory, for `unpatch_model`. False needs
+            memory for one layer's at a time.
         check: compare a few steps, with a cache that stores exactly, with the unpatched model's.
 
     Returns:
@@ -93,7 +98,7 @@ def patch_model(
 
     Raises:
         ValueError: rotations that do not fit, or an architecture that is not supported; the model is unchanged.
-        RuntimeError: the check failed; the model is as it was.
+        RuntimeError: the check failed; the model is as it was (without `reversible`, to rounding).
     """
     model_config = text_config(model)
     _, full = cache_layers(model_config)
@@ -116,6 +121,7 @@ def patch_model(
     config.groups(architecture(model_config)["head_dim"])
     on_disk = absorbed_layers(model.config, rotations, full)
     digest = rotations.digest()
+    rotated: list[int] = []
 
     try:
         with evaluating(model):
@@ -131,7 +137,10 @@ def patch_model(
             absorbed = on_disk
             if absorbed is None:
                 absorbed = [index for index in sorted(full) if absorb and seen[index].absorbable]
-            transforms = {index: Transform(layer, index in absorbed) for index, layer in rotations.layers.items()}
+            heads = local_heads(model)
+            transforms = {
+                index: Transform(layer, index in absorbed, heads) for index, layer in rotations.layers.items()
+            }
             previous = set_attention(model, "oscar")
             patch = Patch(
                 rotations, digest, config, default_cache, transforms, absorbed, previous, fingerprint(model),
@@ -140,17 +149,20 @@ def patch_model(
             model._oscar_patch = patch
             if on_disk is None:
                 for index in absorbed:
-                    _rotate(seen[index].module, rotations.layers[index].v_rotation, patch.saved)
+                    _rotate_layer(model, seen[index].module, rotations.layers[index].v_rotation, patch, reversible)
+                    rotated.append(index)
                 model.config.oscar = Marker(digest=digest, absorbed=absorbed)
             attach(model)
             if expected is not None and whole is not None:
                 _check(model, tokens, expected, whole)
     except BaseException:
         if getattr(model, "_oscar_patch", None) is not None:
+            if not reversible:
+                for index in rotated:
+                    _rotate(seen[index].module, rotations.layers[index].v_rotation.mT, None)
             unpatch_model(model)
         raise
     if not reversible and absorbed:
-        patch.saved.clear()
         patch.reversible = patch.rotated_on_disk
     _retire(*vars(model).pop("_oscar_transforms", {}).values())
     return model
@@ -172,7 +184,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError("This model was patched with reversible=False; load it again instead.")
     with torch.no_grad():
         for parameter, original in patch.saved:
-            parameter.copy_(original)
+            local(parameter).copy_(original)
     detach(model)
     set_attention(model, patch.previous_attention)
     if isinstance(getattr(model.config, "oscar", None), Marker):
@@ -252,10 +264,7 @@ def _check(model: PreTrainedModel, tokens: Tensor, expected: Tensor, whole: Tens
     if model.dtype in (torch.float16, torch.bfloat16):
         allowed = min(0.5, max(allowed, 3 * noise))
     if not error <= allowed:
-        raise RuntimeError(
-            f"{type(model).__name__} with rotations gives other logits than without: relative error {error:.2g}, "
-            f"allowed {allowed:.2g} in {model.dtype}. The model is unpatched again; please report its architecture."
-        )
+        raise RuntimeError(_refusal(model, error, allowed, model.dtype))
 
 
 @torch.no_grad()
@@ -297,7 +306,10 @@ def _probe(model: PreTrainedModel, tokens: Tensor) -> dict[int, _Seen]:
     counts = _parameter_counts(model)
     for item in seen.values():
         if item.absorbable:
-            item.absorbable = all(counts[id(p)] == 1 for p in _projections(item.module))
+            size = architecture(text_config(model))["head_dim"]
+            item.absorbable = all(counts[id(p)] == 1 for p in _projections(item.module)) and _whole_heads(
+                item.module, size
+            )
     return seen
 
 
@@ -308,7 +320,8 @@ def _is_plain(module: Any) -> bool:
     offloaded = getattr(getattr(module, "_hf_hook", None), "offload", False)
     usual = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
     return not offloaded and all(
-        type(p) is nn.Parameter and p.device.type != "meta" and p.dtype in usual for p in module.parameters()
+        type(p) in (nn.Parameter, DTensor) and p.device.type != "meta" and p.dtype in usual
+        for p in module.parameters()
     )
 
 
@@ -326,21 +339,59 @@ def _parameter_counts(model: nn.Module) -> dict[int, int]:
     return counts
 
 
+def _whole_heads(module: nn.Module, size: int) -> bool:
+    """Whether this process holds whole heads of a layer's projections."""
+    spans = held(module.v_proj.weight, 0), held(module.o_proj.weight, 1)  # type: ignore[union-attr, arg-type]
+    return not any(span.start % size or len(span) % size for span in spans)
+
+
+@torch.no_grad()
+def _rotate_layer(model: nn.Module, module: nn.Module, rotation: Tensor, patch: Patch, reversible: bool) -> None:
+    """`_rotate`; what is not to be reversible later is checked at once, while its weights can still be put back."""
+    if reversible:
+        _rotate(module, rotation, patch.saved)
+        return
+    v_proj: nn.Linear = module.v_proj  # type: ignore[assignment]
+    o_proj: nn.Linear = module.o_proj  # type: ignore[assignment]
+    groups, dtype = o_proj.weight.shape[1] // v_proj.weight.shape[0], v_proj.weight.dtype
+    states = torch.randn(4, 1, v_proj.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    states = states.to(v_proj.weight.device, dtype)
+
+    def through() -> Tensor:
+        heads = v_proj(states).unflatten(-1, (-1, rotation.shape[-1]))
+        return o_proj(heads.repeat_interleave(groups, -2).flatten(-2)).float()
+
+    expected = through()
+    saved: list[tuple[nn.Parameter, Tensor]] = []
+    _rotate(module, rotation, saved)
+    error = (through() - expected).norm() / expected.norm().clamp_min(1e-30)
+    if not error <= LAYER_TOLERANCE[dtype]:
+        for parameter, original in saved:
+            local(parameter).copy_(original)
+        raise RuntimeError(_refusal(model, error.item(), LAYER_TOLERANCE[dtype], dtype))
+
+
+def _refusal(model: nn.Module, error: float, allowed: float, dtype: torch.dtype) -> str:
+    return (
+        f"{type(model).__name__} with rotations gives other logits than without: relative error {error:.2g}, "
+        f"allowed {allowed:.2g} in {dtype}. The model is unpatched again; please report its architecture."
+    )
+
+
 @torch.no_grad()
 def _rotate(module: nn.Module, rotation: Tensor, saved: list[tuple[nn.Parameter, Tensor]] | None) -> None:
-    """`v_proj` gives `v R` and `o_proj` takes it: in float64, cast once."""
+    """`v_proj` gives `v R` and `o_proj` takes it: head by head in float64, cast once, whatever heads are held here."""
     if saved is not None:
-        saved.extend((parameter, parameter.detach().to("cpu", copy=True)) for parameter in _projections(module))
+        saved.extend((parameter, local(parameter).to("cpu", copy=True)) for parameter in _projections(module))
     v_proj: nn.Linear = module.v_proj  # type: ignore[assignment]
     o_proj: nn.Linear = module.o_proj  # type: ignore[assignment]
     size = rotation.shape[-1]
-    rotation = rotation.to(v_proj.weight.device, torch.float64)
-    heads = v_proj.out_features // size
-    per_head = rotation.expand(heads, size, size)  # [H_kv, D, D]
+    heads = v_proj.weight.shape[0] // size
+    per_head = rotation.to(v_proj.weight.device, torch.float64).expand(heads, size, size)  # [H_kv, D, D]
     for parameter in v_proj.parameters():
-        states = parameter.double().view(heads, size, -1)
-        parameter.copy_((per_head.mT @ states).view_as(parameter))
-    groups = o_proj.in_features // size // heads
-    weight = o_proj.weight.double().view(-1, heads, groups, size).permute(1, 2, 0, 3)  # [H_kv, G, out, D]
-    rotated = weight @ per_head.to(weight.device)[:, None]
-    o_proj.weight.copy_(rotated.permute(2, 0, 1, 3).reshape_as(o_proj.weight))
+        weight = local(parameter).view(-1, size, *parameter.shape[1:])  # [heads here, D, in]
+        for part, head in zip(weight, held(parameter, 0)[::size], strict=True):
+            part.copy_(per_head[head // size].mT @ part.double())
+    weight, groups = local(o_proj.weight), o_proj.weight.shape[1] // size // heads
+    for part, head in zip(weight.split(size, 1), held(o_proj.weight, 1)[::size], strict=True):
+        part.copy_(part.double() @ per_head[head // size // groups].to(part.device))  # [out, D]

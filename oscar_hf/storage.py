@@ -40,6 +40,15 @@ class PackedSpan(NamedTuple):
     values: Tensor | Quantized
 
 
+def grown(capacity: int, tokens: int) -> int:
+    """The capacity that holds `tokens` tokens, where there was one of `capacity`."""
+    if tokens <= capacity:
+        return capacity
+    if capacity:
+        tokens += int(tokens * GROWTH)
+    return -(-tokens // GRANULE) * GRANULE
+
+
 class History:
     """Keys and values [B, H_kv, tokens, D] in the stored format, appended to and read in pieces.
 
@@ -73,11 +82,9 @@ class History:
     @torch.inference_mode(False)  # a tensor made in inference mode could not be written to outside it
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens in all rows."""
-        if tokens <= self.capacity:
+        capacity = grown(self.capacity, tokens)
+        if capacity == self.capacity:
             return
-        if self.capacity:
-            tokens += int(tokens * GROWTH)
-        capacity = -(-tokens // GRANULE) * GRANULE
         for buffers in (self.keys, self.values):
             for index, old in enumerate(buffers):
                 new = old.new_empty(*old.shape[:2], capacity, *old.shape[3:])

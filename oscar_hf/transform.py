@@ -13,8 +13,9 @@ from .rotation import LayerRotation
 class Transform:
     """A layer's rotations on the devices that use them; one object serves all caches of a patched model."""
 
-    def __init__(self, rotation: LayerRotation, absorbed: bool = False):
+    def __init__(self, rotation: LayerRotation, absorbed: bool = False, heads: range | None = None):
         self.rotation = rotation
+        self.heads = heads  # of those that have a transform each, the KV heads of this process
         self.absorbed = absorbed  # the projections carry v_rotation already
         self.bits = rotation.bits  # 16: this layer's keys are beyond 2 bits
         self.judged = rotation.bits == 16  # whether that is known (`outliers.judge`)
@@ -29,10 +30,40 @@ class Transform:
     @torch.inference_mode(False)
     def _on(self, device: torch.device) -> dict[str, Tensor]:
         if device not in self._placed:
-            tensors = {name: tensor.to(device, torch.float32) for name, tensor in self.rotation.tensors().items()}
+            tensors = {
+                name: self._own(name, tensor).to(device, torch.float32)
+                for name, tensor in self.rotation.tensors().items()
+            }
             tensors.setdefault("q_rotation", tensors["k_rotation"])
             self._placed[device] = tensors
         return self._placed[device]
+
+    def _own(self, name: str, tensor: Tensor) -> Tensor:
+        """The part of a transform that the heads of this process use."""
+        if self.heads is None or not _per_head(name, tensor):
+            return tensor
+        return tensor[self.heads.start : self.heads.stop]
+
+    @property
+    def kv_heads(self) -> int | None:
+        """How many KV heads these are for; None: any number."""
+        if self.heads is not None:
+            return len(self.heads)
+        counts = [len(tensor) for name, tensor in self.rotation.tensors().items() if _per_head(name, tensor)]
+        return counts[0] if counts else None
+
+    def check(self, keys: Tensor) -> None:
+        """Raise ValueError unless these are for keys [B, H_kv, n, D] of so many heads and channels."""
+        if keys.shape[-1] != self.rotation.head_dim:
+            raise ValueError(
+                f"Rotations for head_dim {self.rotation.head_dim} met keys of {keys.shape[-1]} channels; they belong "
+                "to another model."
+            )
+        if self.kv_heads not in (None, keys.shape[1]):
+            raise ValueError(
+                f"Rotations for {self.kv_heads} KV heads met keys of {keys.shape[1]}: under tensor parallelism make "
+                "the cache from the model, not from its configuration."
+            )
 
     def tensors(self, device: torch.device) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """`k_mean` or None, `k_rotation`, `q_rotation`, and `v_rotation` unless the projections carry it; float32."""
@@ -73,3 +104,8 @@ class Transform:
         """`scaling q . k_mean`, [B, H_kv, n]: what every logit lacks because the mean was taken off the keys."""
         mean = self._on(queries.device).get("k_mean")
         return None if mean is None else (queries.float() @ mean.unsqueeze(-1)).squeeze(-1) * scaling
+
+
+def _per_head(name: str, tensor: Tensor) -> bool:
+    """Whether a rotation [D, D] or [H_kv, D, D], or a mean [H_kv, D], has an entry a head."""
+    return tensor.dim() == 3 or name == "k_mean"

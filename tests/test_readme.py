@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import tiny_model, tiny_tokenizer
@@ -20,8 +24,14 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+SPREAD = "\n## More than one GPU\n"
+
+
+def blocks(language: str, *, spread: bool = False) -> list[str]:
+    """Those of the section on several GPUs, or all others."""
+    before, _, section = README.partition(SPREAD)
+    section, heading, after = section.partition("\n## ")
+    return re.findall(rf"```{language}\n(.*?)```", section if spread else before + heading + after, re.DOTALL)
 
 
 @pytest.fixture
@@ -63,6 +73,33 @@ def test_commands(tiny_checkpoint: Path) -> None:
             arguments += settings.split()
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output
+
+
+def test_more_than_one_gpu(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As printed, but for the model's name; without GPUs, on the CPU and by gloo."""
+
+    def here(text: str) -> str:
+        return text.replace("Qwen/Qwen3-32B", str(tiny_checkpoint))
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_checkpoint), tiny_tokenizer()
+    calibrate(model, ["Some text to calibrate on. " * 40], tokenizer, progress=False).save_pretrained("my-rotations")
+    placed, script = blocks("python", spread=True)
+    names: dict[str, Any] = {}
+    exec(compile(here(placed), "README.md", "exec"), names)
+    assert names["cache"].oscar_layers
+
+    Path("many.py").write_text(here(script))
+    *plans, launch = (line for block in blocks("bash", spread=True) for line in block.splitlines())
+    for command in plans:
+        result = CliRunner().invoke(app, shlex.split(here(command))[1:])
+        assert result.exit_code == 0, result.output
+    program, *arguments = shlex.split(launch)
+    assert program == "torchrun"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("The capital of France is") == 2
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
