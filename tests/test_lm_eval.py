@@ -71,7 +71,7 @@ def token_by_token(lm: OscarLM) -> list[float]:
     return sums
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_loglikelihood_reads_what_decoding_would_read(family: str) -> None:
     """In float64, where next to no value lies so near the middle of two levels that rounding decides its code."""
     one, other = (tiny_model(family, vocab_size=512, dtype=torch.float64) for _ in range(2))
