@@ -76,8 +76,6 @@ class OscarLM(HFLM):
         OscarConfig(**settings)
         kwargs.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(pretrained, **kwargs)
-        if hasattr(self, "accelerator"):  # the harness shares work among processes only where it counts several GPUs
-            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.cache, self.chunk_tokens, self.max_cache_len = cache, chunk_tokens, max_cache_len
         self.config_of_cache: OscarConfig | None = None
         if cache == "oscar":

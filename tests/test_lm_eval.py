@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,7 +71,7 @@ def token_by_token(lm: OscarLM) -> list[float]:
     return sums
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_loglikelihood_reads_what_decoding_would_read(family: str) -> None:
     """In float64, where next to no value lies so near the middle of two levels that rounding decides its code."""
     one, other = (tiny_model(family, vocab_size=512, dtype=torch.float64) for _ in range(2))
@@ -249,20 +247,3 @@ def test_the_model_is_ours_unless_another_is_named(monkeypatch: pytest.MonkeyPat
         lm_eval.main()
         ours = "x" in arguments
         assert seen[-1] == arguments + (["--model", "oscar-hf"] if ours else [])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_two_processes_give_the_scores_of_one(checkpoint: SimpleNamespace) -> None:
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    root = Path(__file__).parents[1]
-    environment["PYTHONPATH"] = str(root)
-    launch = ["accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m"]
-    for name, prefix in (("one", []), ("two", launch)):
-        line = [sys.executable, "-m", *prefix, "oscar_hf.lm_eval", *command(checkpoint, name)]
-        done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-3000:]
-    (one, responses), (two, others) = (read(checkpoint.folder / name) for name in ("one", "two"))
-    assert responses == others
-    assert one["results"].keys() == two["results"].keys()
