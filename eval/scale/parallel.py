@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,7 @@ SMALL = {
     "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 2048,
 }  # fmt: skip
-PATIENCE_S = 120
+PATIENCE_S = 180
 app = typer.Typer()
 
 
@@ -237,9 +238,17 @@ def launch(count: int, *arguments: object, patience: float = 600) -> subprocess.
         module = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *module]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     environment |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "60"}
-    return subprocess.run(
-        [sys.executable, *module], env=environment, capture_output=True, text=True, timeout=patience, check=False
+    command = [sys.executable, *module]
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
+    try:
+        words = process.communicate(timeout=patience)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # ranks too, which torchrun started
+        process.wait()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, words, "")
 
 
 def _tail(done: subprocess.CompletedProcess[str]) -> str | None:
