@@ -259,10 +259,16 @@ def _whole(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 def _check(model: PreTrainedModel, tokens: Tensor, expected: Tensor, whole: Tensor) -> None:
     """Raise RuntimeError unless a cache that stores exactly gives the unpatched model's logits, to rounding."""
     logits = _steps(model, tokens, OscarQuantizedCache(model, config=CHECK_CONFIG))
-    noise, error = (((other - expected).norm() / expected.norm()).item() for other in (whole, logits))
     allowed = CHECK_TOLERANCE.get(model.dtype, 0.1)
     if model.dtype in (torch.float16, torch.bfloat16):
+        # rounding sends single tokens to other experts: most tokens of the chunks and one of the steps must agree
+        noise, error = (
+            max(errors[:-2].median(), errors[-2:].min()).item()
+            for errors in ((other - expected).norm(dim=-1) / expected.norm(dim=-1) for other in (whole, logits))
+        )
         allowed = min(0.5, max(allowed, 3 * noise))
+    else:
+        error = ((logits - expected).norm() / expected.norm()).item()
     if not error <= allowed:
         raise RuntimeError(_refusal(model, error, allowed, model.dtype))
 

@@ -343,6 +343,8 @@ def test_result_goes_with_the_model_and_its_recipe(model: PreTrainedModel, tmp_p
 
 def test_provenance_is_complete(model: PreTrainedModel) -> None:
     rotations = fit(model, recipe="oscar", corpus="numbers", sequence_length=64, tokens=100, v_clip=0.9)
+    errors = rotations.provenance.pop("logit_error")
+    assert list(errors) == ["0", "1", "2"] and all(0 < error < 4 for error in errors.values())
     assert json.loads(json.dumps(rotations.provenance)) == {
         "model": "llama",
         "revision": None,
