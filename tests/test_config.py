@@ -179,7 +179,7 @@ def test_groups_that_do_not_fit_the_head(head_dim: int, group_size: int | None, 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_go_by_their_names(name: str) -> None:
     assert get_recipe(name).name == name
-    assert get_recipe(name).needs_data == (name in ("oscar", "balanced"))
+    assert get_recipe(name).needs_data == (name in ("oscar", "balanced", "search"))
 
 
 def test_get_recipe_changes_only_what_is_asked_for() -> None:
