@@ -237,7 +237,8 @@ class OscarConfig:
 
     def exact(self, max_cache_len: int | None = None) -> OscarConfig:
         """The same for a layer that 2 bits cannot hold: 16, or, with fixed storage, a sink that takes everything."""
-        return self.replace(bits=16) if max_cache_len is None else self.replace(sink_tokens=max_cache_len)
+        held: dict[str, Any] = {"bits": 16} if max_cache_len is None else {"sink_tokens": max_cache_len}
+        return self.replace(**held, k_search=0)
 
     @property
     def searches(self) -> bool:

@@ -117,9 +117,8 @@ class OscarLayer(CacheLayerMixin):
     def _mark_static(self) -> None:
         """Tell the compiler that these tensors stay where they are; another cache's, elsewhere, may use its code."""
         tiers = self.tiers
-        own = (*tiers.tensors(), tiers.seen_tensor)
-        shared = (*self.transform.tensors(tiers.like.device), *(tiers.history.metric or ()))
-        for tensor in (*own, *shared):
+        matrices = (*self.transform.tensors(tiers.like.device), *(tiers.history.metric or ()))
+        for tensor in (*tiers.tensors(), tiers.seen_tensor, *matrices):
             if tensor is not None:
                 torch._dynamo.mark_static_address(tensor, guard=False)
 

@@ -276,7 +276,7 @@ def _probe(model: PreTrainedModel, tokens: Tensor) -> dict[int, _Seen]:
     projections: dict[nn.Module, Tensor] = {}
     _, full = cache_layers(text_config(model))
 
-    def observer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+    def observer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, output: Tensor, _: Any) -> None:
         index: int = module.layer_idx  # type: ignore[assignment]
         if index not in full:
             return

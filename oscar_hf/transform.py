@@ -26,7 +26,7 @@ class Transform:
 
     def unrotated(self) -> Transform:
         """The same that leaves keys as they are: for 16 bits, in which rotating large ones would cost precision."""
-        keys = {"k_rotation": torch.eye(self.rotation.head_dim), "q_rotation": None, "k_mean": None}
+        keys = {"k_rotation": torch.eye(self.rotation.head_dim), "q_rotation": None, "k_mean": None, "k_metric": None}
         return Transform(replace(self.rotation, **keys, bits=16), self.absorbed)  # type: ignore[arg-type]
 
     @torch.inference_mode(False)
@@ -87,7 +87,7 @@ class Transform:
                     "These rotations have no k_metric, which k_search needs: calibrate with recipe 'search', or set "
                     "k_search=0."
                 )
-            metric = Metric.of(self.rotation.k_metric)
+            metric = Metric.of(self._own("k_metric", self.rotation.k_metric))
             self._metrics[device] = Metric(metric.matrix.to(device), metric.factor.to(device))
         return self._metrics[device]
 

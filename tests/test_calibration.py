@@ -228,7 +228,7 @@ def gathered(*states: tuple[Tensor, ...]) -> LayerStatistics:
     statistics = LayerStatistics(KV_HEADS, SIZE, torch.device("cpu"))
     for query, key, _, output in states:
         statistics.add(query, key, output)
-    moment = statistics.query_moment
+    moment = statistics.query_moment()
     for _, key, value, _ in states:
         statistics.add_scored(key, value, moment)
     return statistics
@@ -252,12 +252,12 @@ def test_statistics_are_means_over_tokens_and_query_heads() -> None:
     for head in range(KV_HEADS):
         q, o = (t[:, head * GROUPS : (head + 1) * GROUPS].double().reshape(-1, SIZE) for t in (query, output))
         k, v = (t[:, head].double().reshape(-1, SIZE) for t in (key, value))
-        assert_close(statistics.query_moment[head], (q.T @ q / len(q)).numpy(), 1e-12)
-        assert_close(statistics.key_mean[head], k.mean(0).numpy(), 1e-12)
+        assert_close(statistics.query_moment()[head], (q.T @ q / len(q)).numpy(), 1e-12)
+        assert_close(statistics.key_mean()[head], k.mean(0).numpy(), 1e-12)
         assert_close(statistics.key_covariance(False)[head], (k.T @ k / len(k)).numpy(), 1e-12)
         assert_close(statistics.key_covariance(True)[head], np.cov(k.T.numpy(), bias=True), 1e-12)
         assert_close(statistics.value_moment("output")[head], (o.T @ o / len(o)).numpy(), 1e-12)
-        weights = (k @ statistics.query_moment[head] * k).sum(-1)
+        weights = (k @ statistics.query_moment()[head] * k).sum(-1)
         expected = (v * (weights / weights.mean())[:, None]).T @ v / len(v)
         assert_close(statistics.value_moment("score")[head], expected.numpy(), 1e-12)
 
@@ -266,7 +266,7 @@ def test_memory_does_not_depend_on_tokens() -> None:
     for tokens in (1, 300):
         statistics = gathered(*[random_states(1, tokens)] * 3)
         stored = sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(statistics).values())
-        assert stored == 8 * (4 * KV_HEADS * SIZE * SIZE + KV_HEADS * SIZE + KV_HEADS)
+        assert stored == 8 * (5 * KV_HEADS * SIZE * SIZE + 2 * KV_HEADS * SIZE + 2 * KV_HEADS)
 
 
 # calibrate: models and data
