@@ -17,9 +17,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.llama import modeling_llama
 
+import oscar_hf.calibration
 import oscar_hf.zoo
 from oscar_hf import calibrate, patch_model, unpatch_model
-from oscar_hf.calibration import LayerStatistics, collect_statistics
+from oscar_hf.calibration import LayerStatistics, collect_statistics, fit_layer, history_attention
 from oscar_hf.config import OscarConfig, Recipe, get_recipe
 from oscar_hf.corpus import read_corpus
 from oscar_hf.rotation import RotationSet, bit_reversal, hadamard
@@ -192,6 +193,84 @@ def test_fit_is_direct(model: PreTrainedModel, direct: dict[int, Direct], recipe
         assert (layer.k_mean is None) != recipe.key_mean
         if layer.k_mean is not None:
             assert_close(layer.k_mean, np.stack([states.rows(1, head).mean(0) for head in heads]))
+
+
+def attention_to_history(
+    query: np.ndarray, key: np.ndarray, sink: int, recent: int, scale: float, softcap: float | None, sinks: np.ndarray
+) -> np.ndarray:
+    """Weights [n, n] of one head, zero for what is no history."""
+    logits = query @ key.T * scale
+    logits = logits if softcap is None else np.tanh(logits / softcap) * softcap
+    logits[np.triu(np.ones(logits.shape, dtype=bool), 1)] = -np.inf
+    weights = scipy.special.softmax(np.concatenate([logits, sinks[:, None]], 1), axis=-1)[:, :-1]
+    behind = np.arange(len(query))[:, None] - np.arange(len(key))
+    return weights * ((behind >= recent) & (np.arange(len(key)) >= sink))
+
+
+@pytest.mark.parametrize("softcap, with_sinks", [(None, False), (3.0, False), (None, True)])
+@pytest.mark.parametrize("windows", [(4, 8), (0, 1), (3, 0), (40, 30), (64, 256)])
+@pytest.mark.parametrize("block", [1 << 24, 700])
+def test_attention_to_history(
+    windows: tuple[int, int], softcap: float | None, with_sinks: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oscar_hf.calibration, "ATTENTION_BLOCK", block)
+    query, key, *_ = random_states(2, 50)
+    sinks = torch.randn(KV_HEADS * GROUPS) if with_sinks else None
+    paid, received = history_attention(query, key, *windows, scaling=0.3, softcap=softcap, sink_logits=sinks)
+    for batch in range(2):
+        total = np.zeros((KV_HEADS, 50))
+        for head in range(KV_HEADS * GROUPS):
+            sink = np.full(50, -np.inf if sinks is None else sinks[head].item())
+            q, k = query[batch, head].double().numpy(), key[batch, head // GROUPS].double().numpy()
+            weights = attention_to_history(q, k, *windows, 0.3, softcap, sink)
+            np.testing.assert_allclose(paid[batch, head].numpy(), weights.sum(1), atol=1e-5)
+            total[head // GROUPS] += weights.sum(0)
+        np.testing.assert_allclose(received[batch].numpy(), total, atol=1e-4)
+
+
+def test_search_recipe_is_direct(model: PreTrainedModel, direct: dict[int, Direct]) -> None:
+    """Moments by attention to the history, in windows that leave one; all but the second sequence's 1 token."""
+    recipe = get_recipe("search")
+    windows = OscarConfig(sink_tokens=10, recent_tokens=30)
+    statistics = collect_statistics(model, SEQUENCES, history=windows, progress=False)
+    for index, states in direct.items():
+        layer = fit_layer(statistics[index], recipe)
+        for head in range(KV_HEADS):
+            moment, mean, total = np.zeros((SIZE, SIZE)), np.zeros(SIZE), 0.0
+            for query, key, _ in states.states:
+                for q in query[head * GROUPS : (head + 1) * GROUPS]:
+                    none = np.full(len(q), -np.inf)
+                    weights = attention_to_history(q, key[head], 10, 30, SIZE**-0.5, None, none)
+                    moment += (q * weights.sum(1)[:, None]).T @ q
+                    mean += weights.sum(0) @ key[head]
+                    total += weights.sum()
+            moment, mean = moment / total, mean / total
+            assert layer.k_mean is not None and layer.k_metric is not None and layer.q_rotation is not None
+            assert_close(layer.k_mean[head], mean)
+            keys, queries = (
+                part / np.trace(part) * SIZE + 0.1 * np.eye(SIZE) for part in (states.keys(head, True), moment)
+            )
+            root = scipy.linalg.sqrtm(keys).real
+            power = scipy.linalg.fractional_matrix_power(root @ queries @ root, 0.25).real
+            middle = np.linalg.inv(root) @ power @ np.linalg.inv(root)
+            expected = scipy.linalg.fractional_matrix_power(middle, 0.375).real @ hadamard(SIZE).numpy()
+            assert_close(layer.k_rotation[head], expected, 1e-3)
+            inverse = np.linalg.inv(expected)
+            metric = inverse @ moment @ inverse.T
+            assert_close(layer.k_metric[head], 0.9 * metric * SIZE / np.trace(metric) + 0.1 * np.eye(SIZE), 1e-3)
+        layer.validate(index, KV_HEADS)
+
+
+def test_sequences_without_a_history_are_weighed_alike(model: PreTrainedModel, direct: dict[int, Direct]) -> None:
+    rotations = fit(model, recipe="search")  # 70 and 41 tokens fit into the windows
+    plain = fit(model, recipe="search", history_weighted=False)
+    for index, layer in rotations.layers.items():
+        for name, tensor in layer.tensors().items():
+            assert torch.equal(tensor, plain.layers[index].tensors()[name]), name
+        assert layer.k_mean is not None
+        assert_close(layer.k_mean, np.stack([direct[index].rows(1, head).mean(0) for head in range(KV_HEADS)]))
+    assert rotations.config == OscarConfig("search")
+    assert rotations.config.k_search == 3 and rotations.config.k_stretch == 1.2
 
 
 def test_a_key_mean_does_not_change_softmax(model: PreTrainedModel, direct: dict[int, Direct]) -> None:
