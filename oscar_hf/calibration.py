@@ -44,7 +44,7 @@ class LayerStatistics:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
-        self.tokens = 0
+        self.tokens = self.weighed = 0  # seen by `add`, and by `add_history`
         self.queries, self.keys, self.outputs, self.scored, self.history_queries = (
             zeros(kv_heads, head_dim, head_dim) for _ in range(5)
         )
@@ -84,19 +84,26 @@ class LayerStatistics:
         weight = _rows(received.unsqueeze(-1), kv_heads)
         self.history_keys += (keys * weight).sum(1)
         self.history_sum += weight.sum((1, 2))
+        self.weighed += keys.shape[1]
 
     def query_moment(self, weighted: bool = False) -> Tensor:
         """C_Q [H_kv, D, D], the mean of q'q over tokens and the query heads of a KV head.
 
         `weighted` by attention to the history, where any sequence had one.
         """
-        plain, weight = self.queries / self.tokens, self.history_sum[:, None, None]
-        return torch.where(weight > 0, self.history_queries / weight, plain) if weighted else plain
+        plain = self.queries / self.tokens
+        return self._by_history(self.history_queries, plain) if weighted else plain
 
     def key_mean(self, weighted: bool = False) -> Tensor:
         """[H_kv, D]; `weighted` by the attention received as history, where any sequence had one."""
-        plain, weight = self.key_sum / self.tokens, self.history_sum[:, None]
-        return torch.where(weight > 0, self.history_keys / weight, plain) if weighted else plain
+        plain = self.key_sum / self.tokens
+        return self._by_history(self.history_keys, plain) if weighted else plain
+
+    def _by_history(self, total: Tensor, plain: Tensor) -> Tensor:
+        if self.weighed != self.tokens:
+            raise ValueError("A history-weighted recipe needs statistics that were collected with history=...")
+        weight = self.history_sum.view(-1, *[1] * (total.dim() - 1))
+        return torch.where(weight > 0, total / weight, plain)
 
     def key_covariance(self, centred: bool) -> Tensor:
         """[H_kv, D, D]; about the mean if `centred`."""

@@ -261,6 +261,12 @@ def test_search_recipe_is_direct(model: PreTrainedModel, direct: dict[int, Direc
         layer.validate(index, KV_HEADS)
 
 
+def test_a_weighted_fit_needs_weighted_statistics(model: PreTrainedModel) -> None:
+    statistics = collect_statistics(model, SEQUENCES, progress=False)
+    with pytest.raises(ValueError, match="collected with history="):
+        fit_layer(statistics[0], get_recipe("search"))
+
+
 def test_sequences_without_a_history_are_weighed_alike(model: PreTrainedModel, direct: dict[int, Direct]) -> None:
     rotations = fit(model, recipe="search")  # 70 and 41 tokens fit into the windows
     plain = fit(model, recipe="search", history_weighted=False)
