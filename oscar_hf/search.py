@@ -71,16 +71,17 @@ def search(
     Returns:
         tuple: codes [..., n, D] float32, scale and min [..., n, 1].
     """
-    matrix = metric.matrix
+    matrix, factor = metric
+    unit = factor / factor.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    feedback = torch.linalg.solve_triangular(unit.mT, torch.eye(x.shape[-1], device=x.device), upper=False)
     z = ((x - minimum) / scale).mT.contiguous()  # [..., D, n], channels one below the other
-    codes = _feedback(z, metric.factor)
-    ones = matrix.sum(-1, keepdim=True)  # [..., D, 1]
-    projected = matrix @ z
+    codes = _in_turn(feedback @ z, feedback)
+    rates = matrix / matrix.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    later, offset, projected = rates.triu(1), rates.sum(-1, keepdim=True), rates @ z
     a, b = torch.ones_like(scale).mT, torch.zeros_like(minimum).mT  # [..., 1, n]
     for _ in range(sweeps):
-        product = matrix @ codes
-        a, b = _refit(z, codes, product, ones, a, b)
-        _descend(codes, (projected - ones * b) / a - product, matrix)
+        a, b = _refit(z, codes, matrix, a, b)
+        codes = _in_turn((projected - offset * b) / a - later @ codes, rates)
     minimum, scale, codes = minimum + scale * b.mT, scale * a.mT, codes.mT
     weighted = x @ matrix
     own = (weighted * x).sum(-1, keepdim=True)
@@ -89,47 +90,36 @@ def search(
     return codes, scale * ratio, minimum * ratio
 
 
-def _feedback(z: Tensor, factor: Tensor) -> Tensor:
-    """Codes [..., D, n] of positions [..., D, n]; later channels make up for the errors of earlier ones."""
-    shares = factor / factor.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    left, codes = z + 0.5, []
-    for start in range(0, z.shape[-2], BLOCK):
-        stop = start + BLOCK
-        block, chosen = left[..., start:stop, :], []
-        weights = shares[..., start:stop, start:stop, None].unbind(-3)
-        for i, here in enumerate(block.split(1, -2)):
-            code = here.floor().clamp_(0, 3)
-            chosen.append(code)
-            block[..., i + 1 :, :].addcmul_(weights[i][..., i + 1 :, :], here - code - 0.5, value=-1)
+def _in_turn(position: Tensor, weights: Tensor) -> Tensor:
+    """Channel by channel, the code nearest to `position` less `weights` times the codes of channels before.
+
+    Args:
+        position: [..., D, n].
+        weights: [..., D, D], of which only what is below the diagonal counts.
+
+    Returns:
+        Tensor: codes [..., D, n].
+    """
+    left, codes = position + 0.5, []
+    for start in range(0, position.shape[-2], BLOCK):
+        stop, chosen = start + BLOCK, []
+        block = left[..., start:stop, :]
+        columns = weights[..., start:stop, start:stop].tril(-1).unsqueeze(-1).unbind(-2)
+        for here, column in zip(block.split(1, -2), columns, strict=True):
+            chosen.append(here.floor().clamp_(0, 3))
+            block.addcmul_(column, chosen[-1], value=-1)
         codes.append(torch.cat(chosen, -2))
-        left[..., stop:, :] -= shares[..., start:stop, stop:].mT @ (block - codes[-1] - 0.5)
+        left[..., stop:, :] -= weights[..., stop:, start:stop] @ codes[-1]
     return torch.cat(codes, -2)
 
 
-def _refit(z: Tensor, codes: Tensor, product: Tensor, ones: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The `a` and `b` [..., 1, n] for which `a codes + b` is nearest to `z`; `product` is the matrix times codes."""
-    cc, c1, cz = ((product * other).sum(-2, keepdim=True) for other in (codes, torch.ones_like(codes), z))
+def _refit(z: Tensor, codes: Tensor, matrix: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The `a` and `b` [..., 1, n] for which `a codes + b` is nearest to `z` in the metric."""
+    product, ones = matrix @ codes, matrix.sum(-1, keepdim=True)  # the matrix times codes, and times ones
+    cc, c1, cz = (part.sum(-2, keepdim=True) for part in (product * codes, product, product * z))
     one, oz = ones.sum(-2, keepdim=True), (ones * z).sum(-2, keepdim=True)
     determinant = cc * one - c1 * c1
     new = (cz * one - c1 * oz) / determinant
     better = (determinant > 1e-6 * cc * one) & (new > 0) & new.isfinite()
     a = torch.where(better, new, a)
     return a, torch.where(better, (oz - c1 * a) / one, b)
-
-
-def _descend(codes: Tensor, residual: Tensor, matrix: Tensor) -> None:
-    """One sweep over codes [..., D, n], in place; `residual` [..., D, n] is the matrix times what they lack."""
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    shares = matrix / diagonal
-    best = residual / diagonal + codes + 0.5  # where each code would be, the others being what they are
-    for start in range(0, codes.shape[-2], BLOCK):
-        stop = start + BLOCK
-        block, held, chosen = best[..., start:stop, :], codes[..., start:stop, :], []
-        weights = shares[..., start:stop, start:stop, None].unbind(-2)
-        for i, (here, old) in enumerate(zip(block.split(1, -2), held.split(1, -2), strict=True)):
-            code = here.floor().clamp_(0, 3)
-            chosen.append(code)
-            block[..., i + 1 :, :].addcmul_(weights[i][..., i + 1 :, :], code - old, value=-1)
-        new = torch.cat(chosen, -2)
-        best[..., stop:, :] -= shares[..., stop:, start:stop] @ (new - held)
-        held.copy_(new)
