@@ -428,7 +428,9 @@ def test_result_goes_with_the_model_and_its_recipe(model: PreTrainedModel, tmp_p
 
 def test_provenance_is_complete(model: PreTrainedModel) -> None:
     rotations = fit(model, recipe="oscar", corpus="numbers", sequence_length=64, tokens=100, v_clip=0.9)
-    assert json.loads(json.dumps(rotations.provenance)) == {
+    provenance = json.loads(json.dumps(rotations.provenance))
+    assert set(provenance.pop("logit_error")) == {"0", "1", "2"}
+    assert provenance == {
         "model": "llama",
         "revision": None,
         "dtype": "float32",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from transformers import PreTrainedModel
 
 from oscar_hf import OscarConfig, OscarQuantizedCache, patch_model
 from oscar_hf._compat import cache_argument
-from oscar_hf.rotation import error_metric
 
 SMALL = OscarConfig(recipe="balanced", sink_tokens=4, recent_tokens=8)
 SEARCHING = OscarConfig(recipe="search", sink_tokens=4, recent_tokens=8)
@@ -25,10 +23,7 @@ def patched(
     family: str = "qwen3", device: str = "cpu", dtype: torch.dtype = torch.float32, config: OscarConfig = SMALL
 ) -> PreTrainedModel:
     model = tiny_model(family)
-    rotations = rotations_for(model)
-    if config.searches:
-        metrics = {i: error_metric(layer.k_rotation, torch.eye(16)) for i, layer in rotations.layers.items()}
-        rotations.layers = {i: replace(layer, k_metric=metrics[i].float()) for i, layer in rotations.layers.items()}
+    rotations = rotations_for(model, config.recipe)
     return patch_model(model.to(device, dtype), rotations, config)
 
 
