@@ -32,6 +32,7 @@ RECIPES = {
     "Hadamard, no clip": get_recipe("hadamard"),
     "oscar (published)": get_recipe("oscar"),
     "balanced": get_recipe("balanced"),
+    "search": get_recipe("search"),
 }
 
 
@@ -83,7 +84,7 @@ def main(
 
     measured = list(encode(text, tokens * sequences).split(tokens))
     calibrated = list(encode(calibration, calibration_tokens).split(4096))
-    statistics = collect_statistics(network, calibrated, scored_values=True)
+    statistics = collect_statistics(network, calibrated, scored_values=True, history=OscarConfig())
     expected = [log_probabilities(network, ids, tokens // 2) for ids in measured]
 
     def rotations(recipe: Recipe) -> RotationSet:
@@ -92,13 +93,7 @@ def main(
 
     rows = []
     for name, recipe in tqdm(RECIPES.items(), desc="Measuring", unit=" recipe"):
-        config = OscarConfig(
-            recipe.name,
-            k_clip=recipe.k_clip,
-            v_clip=recipe.v_clip,
-            scale_rule=recipe.scale_rule,
-            exact_chunks=False,
-        )
+        config = OscarConfig.of(recipe).replace(exact_chunks=False)
         kl, perplexity = quantised_kl(network, rotations(recipe), config, measured, expected)
         rows.append({"recipe": name, "kl": kl, "perplexity": perplexity, "config": config.to_dict()})
     losses = [-x[:-1].gather(1, i[-len(x) + 1 :, None]).mean() for x, i in zip(expected, measured, strict=True)]

@@ -110,7 +110,12 @@ def tried() -> str:
     return quality_tables.tried(load("tried")["rows"])
 
 
-DOCUMENTS = {"README.md": TABLES, "docs/quality.md": {"quality": quality, "tried": tried}}
+def search() -> str:
+    """How recipe `search` was found."""
+    return quality_tables.search_steps(load("search-steps"))
+
+
+DOCUMENTS = {"README.md": TABLES, "docs/quality.md": {"quality": quality, "tried": tried, "search": search}}
 
 
 def render(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:

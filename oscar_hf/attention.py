@@ -13,8 +13,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ._compat import causal_mask_function, sdpa_mask, set_attention
 from .kernels import exact_attention
 
-Observer = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], None]
-"""Gets the module, its query, key and value states [B, H, n, D] after RoPE, and the output [B, H_q, n, D]."""
+Observer = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor, dict[str, Any]], None]
+"""Gets the module, its query, key and value states [B, H, n, D] after RoPE, the output [B, H_q, n, D], and what the
+model does to its logits (`exact_attention`'s `scaling`, `softcap` and `sink_logits`)."""
 
 
 def oscar_mask(
@@ -111,7 +112,7 @@ def oscar_attention(
         output = layer.attend(query, key, value, attention_mask, **settings)
     observer = getattr(module, "oscar_observer", None)
     if observer is not None:
-        observer(module, query, key, value, output)
+        observer(module, query, key, value, output, settings)
     return output.transpose(1, 2).contiguous(), None
 
 

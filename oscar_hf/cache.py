@@ -71,7 +71,7 @@ class OscarQuantizedCache(Cache):
                 raise ValueError(
                     "This model is patched with other rotations; leave `rotations` out, or unpatch_model() first."
                 )
-            transforms, default, digest = patch.transforms, patch.config, patch.digest
+            rotations, transforms, default, digest = patch.rotations, patch.transforms, patch.config, patch.digest
         elif rotations is None:
             raise ValueError(
                 "This model is not patched, so its rotations are unknown: call patch_model(model, ...) first, "
@@ -82,6 +82,7 @@ class OscarQuantizedCache(Cache):
             transforms = _shared_transforms(model_or_config, rotations, full)
             default, digest = rotations.config, rotations.digest()
         self.config, self.digest = config or default, digest
+        rotations.check_settings(self.config)
         self.text_config = model_config
         is_model = isinstance(model_or_config, PreTrainedModel)
         self.fingerprint = (

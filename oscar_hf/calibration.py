@@ -18,25 +18,38 @@ from .config import OscarConfig, Recipe, get_recipe
 from .loading import display_name
 from .outliers import logit_error, sample, warn
 from .parallel import local_heads
-from .rotation import LayerRotation, RotationSet, balanced_transform, compose_rotation, hadamard
+from .rotation import (
+    TENSORS,
+    LayerRotation,
+    RotationSet,
+    balanced_transform,
+    compose_rotation,
+    error_metric,
+    hadamard,
+)
 from .transform import Transform
+
+ATTENTION_BLOCK = 1 << 24  # attention weights held at a time
 
 
 class LayerStatistics:
     """Running float64 sums of one layer, per KV head; their size does not depend on the number of tokens.
 
-    After RoPE: second moments of queries and keys, the sum of keys, second moments of attention outputs, and, once
-    `score_values` knows the query moments, of values weighted by `k C_Q k'`.
+    After RoPE: second moments of queries and keys, the sum of keys, second moments of attention outputs; once
+    `add_scored` knows the query moments, of values weighted by `k C_Q k'`; and, by `add_history`, the second moment of
+    queries and the sum of keys by the attention that goes from one to the other.
     """
 
     def __init__(self, kv_heads: int, head_dim: int, device: torch.device):
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
-        self.tokens = 0
-        self.queries, self.keys, self.outputs, self.scored = (zeros(kv_heads, head_dim, head_dim) for _ in range(4))
-        self.key_sum = zeros(kv_heads, head_dim)
-        self.score_sum = zeros(kv_heads)
+        self.tokens = self.weighed = 0  # seen by `add`, and by `add_history`
+        self.queries, self.keys, self.outputs, self.scored, self.history_queries = (
+            zeros(kv_heads, head_dim, head_dim) for _ in range(5)
+        )
+        self.key_sum, self.history_keys = (zeros(kv_heads, head_dim) for _ in range(2))
+        self.score_sum, self.history_sum = (zeros(kv_heads) for _ in range(2))
         self.sample: tuple[Tensor, Tensor] | None = None  # queries and keys of the longest sequence
 
     def add(self, query: Tensor, key: Tensor, output: Tensor) -> None:
@@ -59,19 +72,42 @@ class LayerStatistics:
         self.scored += (value * weight).mT @ value
         self.score_sum += weight.sum((1, 2))
 
-    @property
-    def query_moment(self) -> Tensor:
-        """C_Q [H_kv, D, D], the mean of q'q over tokens and the query heads of a KV head."""
-        return self.queries / self.tokens
+    def add_history(self, query: Tensor, key: Tensor, config: OscarConfig, **logits: Any) -> None:
+        """Add queries by the attention they pay to what would be their history, and keys by what they receive of it.
 
-    @property
-    def key_mean(self) -> Tensor:
-        """[H_kv, D]."""
-        return self.key_sum / self.tokens
+        A sequence that fits into sink and recent window has no history, and adds nothing.
+        """
+        kv_heads = key.shape[1]
+        paid, received = history_attention(query, key, config.sink_tokens, config.recent_tokens, **logits)
+        queries, keys = _rows(query, kv_heads), _rows(key, kv_heads)
+        self.history_queries += (queries * _rows(paid.unsqueeze(-1), kv_heads)).mT @ queries
+        weight = _rows(received.unsqueeze(-1), kv_heads)
+        self.history_keys += (keys * weight).sum(1)
+        self.history_sum += weight.sum((1, 2))
+        self.weighed += keys.shape[1]
+
+    def query_moment(self, weighted: bool = False) -> Tensor:
+        """C_Q [H_kv, D, D], the mean of q'q over tokens and the query heads of a KV head.
+
+        `weighted` by attention to the history, where any sequence had one.
+        """
+        plain = self.queries / self.tokens
+        return self._by_history(self.history_queries, plain) if weighted else plain
+
+    def key_mean(self, weighted: bool = False) -> Tensor:
+        """[H_kv, D]; `weighted` by the attention received as history, where any sequence had one."""
+        plain = self.key_sum / self.tokens
+        return self._by_history(self.history_keys, plain) if weighted else plain
+
+    def _by_history(self, total: Tensor, plain: Tensor) -> Tensor:
+        if self.weighed != self.tokens:
+            raise ValueError("A history-weighted recipe needs statistics that were collected with history=...")
+        weight = self.history_sum.view(-1, *[1] * (total.dim() - 1))
+        return torch.where(weight > 0, total / weight, plain)
 
     def key_covariance(self, centred: bool) -> Tensor:
         """[H_kv, D, D]; about the mean if `centred`."""
-        moment, mean = self.keys / self.tokens, self.key_mean
+        moment, mean = self.keys / self.tokens, self.key_mean()
         return moment - mean.unsqueeze(2) * mean.unsqueeze(1) if centred else moment
 
     def value_moment(self, target: str) -> Tensor:
@@ -88,6 +124,51 @@ def _rows(states: Tensor, kv_heads: int) -> Tensor:
     return grouped.transpose(0, 1).reshape(kv_heads, -1, size)
 
 
+def history_attention(
+    query: Tensor,
+    key: Tensor,
+    sink: int,
+    recent: int,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """How much of each query's attention goes to the history, and how much each key receives as part of it.
+
+    The history of a query are the keys behind the `sink` first ones and `recent` or more before it.
+
+    Args:
+        query: [B, H_q, n, D], of causal attention without padding.
+        key: [B, H_kv, n, D].
+        sink: tokens that never are history.
+        recent: newest tokens of each query that are not yet.
+        scaling: factor on the logits (default D ** -0.5).
+        softcap: as in `kernels.reference.attend_blocks`.
+        sink_logits: [H_q].
+
+    Returns:
+        tuple: [B, H_q, n] and [B, H_kv, n] float32; the latter over all queries and query heads of a KV head.
+    """
+    (batch, heads, count, size), kv_heads = query.shape, key.shape[1]
+    paid, received = (key.new_zeros(batch, n, count, dtype=torch.float32) for n in (heads, kv_heads))
+    keys, grouped = key.float().unsqueeze(2), query.float().unflatten(1, (kv_heads, -1))  # [B, H_kv, G, n, D]
+    rows = max(1, ATTENTION_BLOCK // (batch * heads * count))
+    for first in range(sink + recent, count, rows):
+        last = min(first + rows, count)
+        logits = grouped[:, :, :, first:last] @ keys[:, :, :, :last].mT * (size**-0.5 if scaling is None else scaling)
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        place = torch.arange(last, device=key.device)
+        behind = torch.arange(first, last, device=key.device)[:, None] - place
+        total = logits.masked_fill_(behind < 0, -torch.inf).logsumexp(-1, keepdim=True)
+        if sink_logits is not None:
+            total = torch.logaddexp(total, sink_logits.float().view(kv_heads, -1, 1, 1))
+        weights = (logits - total).exp_() * ((behind >= recent) & (place >= sink))
+        paid[:, :, first:last] = weights.sum(-1).flatten(1, 2)
+        received[:, :, :last] += weights.sum((2, 3))
+    return paid, received
+
+
 def fit_layer(statistics: LayerStatistics, recipe: Recipe) -> LayerRotation:
     """The transforms of one layer (design, method.md)."""
     size = statistics.key_sum.shape[-1]
@@ -95,17 +176,19 @@ def fit_layer(statistics: LayerStatistics, recipe: Recipe) -> LayerRotation:
     def shared(moment: Tensor) -> Tensor:
         return (moment if recipe.per_head else moment.mean(0)).cpu()
 
-    queries = shared(statistics.query_moment)
+    queries = shared(statistics.query_moment(recipe.history_weighted))
     if recipe.k_transform == "balanced":
         keys = shared(statistics.key_covariance(recipe.key_mean))
-        k_rotation = balanced_transform(keys, queries, recipe.alpha, recipe.ridge)
+        k_rotation = balanced_transform(keys, queries, recipe.alpha, recipe.ridge, recipe.balance)
     else:
         k_rotation = _orthogonal(recipe.k_transform, queries, size)
     v_rotation = _orthogonal(recipe.v_transform, shared(statistics.value_moment(recipe.value_target)), size)
     inverse = torch.linalg.inv(k_rotation).mT if recipe.k_transform == "balanced" else None
-    mean = statistics.key_mean if recipe.key_mean else None
-    tensors = (k_rotation, v_rotation, inverse, mean)
-    return LayerRotation(*(None if t is None else t.float().cpu().contiguous() for t in tensors))  # type: ignore[arg-type]
+    mean = statistics.key_mean(recipe.history_weighted) if recipe.key_mean else None
+    metric = error_metric(k_rotation if inverse is None else inverse, queries) if recipe.k_search else None
+    tensors = (k_rotation, v_rotation, inverse, mean, metric)
+    held = (None if t is None else t.float().cpu().contiguous() for t in tensors)
+    return LayerRotation(**dict(zip(TENSORS, held, strict=True)))  # type: ignore[arg-type]
 
 
 def keep_outliers(rotations: RotationSet, statistics: dict[int, LayerStatistics], scaling: dict[int, float]) -> None:
@@ -133,6 +216,7 @@ def collect_statistics(
     sequences: Sequence[Tensor],
     *,
     scored_values: bool = False,
+    history: OscarConfig | None = None,
     progress: bool = True,
 ) -> dict[int, LayerStatistics]:
     """Statistics of all full-attention layers over token-id sequences.
@@ -141,6 +225,7 @@ def collect_statistics(
         model: run as it is, one sequence at a time.
         sequences: token ids [n], one forward each.
         scored_values: a second pass for the values weighted by `k C_Q k'`.
+        history: also weigh queries and keys by the attention to the history, as a cache with these windows has it.
         progress: show a progress bar.
 
     Returns:
@@ -149,17 +234,21 @@ def collect_statistics(
     _, full = cache_layers(text_config(model))
     layers: dict[int, LayerStatistics] = {}
 
-    def gather(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+    def gather(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logits: dict[str, Any]
+    ) -> None:
         index: int = module.layer_idx  # type: ignore[assignment]
         if index in full:
             if index not in layers:
                 layers[index] = LayerStatistics(key.shape[1], key.shape[3], key.device)
             layers[index].add(query, key, output)
+            if history is not None:
+                layers[index].add_history(query, key, history, **logits)
 
-    def score(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+    def score(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, output: Tensor, _: Any) -> None:
         index: int = module.layer_idx  # type: ignore[assignment]
         if index in full:
-            layers[index].add_scored(key, value, layers[index].query_moment)
+            layers[index].add_scored(key, value, layers[index].query_moment())
 
     decoder = model.base_model  # the head's logits are not needed
     passes = [gather, score] if scored_values else [gather]
@@ -228,16 +317,17 @@ def calibrate(
     if used < 2 * size:
         raise ValueError(f"Calibration data has {used} tokens; head_dim {size} needs {2 * size} at least.")
     scored = recipe.v_transform == "eigen" and recipe.value_target == "score"
-    statistics = collect_statistics(model, sequences, scored_values=scored, progress=progress)
+    settings = OscarConfig.of(recipe)
+    history = settings if recipe.history_weighted else None
+    statistics = collect_statistics(model, sequences, scored_values=scored, history=history, progress=progress)
     if missing := sorted(cache_layers(config)[1] - set(statistics)):
         raise ValueError(f"{type(model).__name__} does not run layers {missing} through transformers' attention.")
     for index, layer in statistics.items():
         if not all(bool(t.isfinite().all()) for t in (layer.queries, layer.keys, layer.outputs)):
             raise ValueError(f"Layer {index}: queries, keys or values are NaN or infinite in {model.dtype}.")
-    settings = vars(recipe)
     rotations = RotationSet(
         {index: fit_layer(layer, recipe) for index, layer in sorted(statistics.items())},
-        OscarConfig(recipe.name, k_clip=recipe.k_clip, v_clip=recipe.v_clip, scale_rule=recipe.scale_rule),
+        settings,
         architecture(config),
         {
             "model": display_name(model.name_or_path) or config.model_type,
@@ -246,7 +336,7 @@ def calibrate(
             "corpus": corpus or "unnamed",
             "tokens": used,
             "sequence_length": limit,
-            "recipe": dict(settings),
+            "recipe": dict(vars(recipe)),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },

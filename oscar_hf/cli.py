@@ -95,7 +95,7 @@ def calibrate(
         str, typer.Option(metavar="pydoc|FILE|DATASET", help="Python's own manual, .txt or .jsonl, or a data set.")
     ] = "pydoc",
     tokens: Annotated[int, typer.Option(min=1, help="How much of the corpus to use.")] = 20_000,
-    recipe: Annotated[str, typer.Option(metavar="balanced|oscar|hadamard|naive")] = "balanced",
+    recipe: Annotated[str, typer.Option(metavar="balanced|search|oscar|hadamard|naive")] = "balanced",
     settings: Annotated[
         list[str] | None,
         typer.Option(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 KeyTransform = Literal["identity", "hadamard", "eigen", "balanced"]
 ValueTransform = Literal["identity", "hadamard", "eigen"]
 ScaleRule = Literal["minmax", "inner_product"]
+MAX_SWEEPS = 16
 
 
 def _one_of(name: str, value: object, allowed: tuple) -> None:
@@ -19,6 +20,12 @@ def _one_of(name: str, value: object, allowed: tuple) -> None:
 def _within(name: str, value: float, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise ValueError(f"{name}={value!r} must be a number from {low:g} to {high:g}.")
+
+
+def _check_search(sweeps: object, stretch: float) -> None:
+    if isinstance(sweeps, bool) or not isinstance(sweeps, int) or not 0 <= sweeps <= MAX_SWEEPS:
+        raise ValueError(f"k_search={sweeps!r} must be a whole number of sweeps, 0 to {MAX_SWEEPS}.")
+    _within("k_stretch", stretch, 0.0, 4.0)
 
 
 @dataclass(frozen=True)
@@ -33,12 +40,18 @@ class Recipe:
         per_head: one transform per KV head instead of one per layer.
         key_mean: take the calibration mean off every key; softmax does not see it.
         alpha: strength of the balanced transform, `A = M ** (alpha / 2) H`; 0 is a plain Hadamard.
+        balance: weight of the queries in the geometric mean M; 0 follows the keys alone (whitens them), 1 the queries
+            alone.
+        history_weighted: queries count by the attention they pay to the history, and the key mean is that of the keys
+            by the attention they receive as part of it, since errors of stored keys reach nothing else.
         ridge: added to both covariances, once scaled to mean eigenvalue 1, before they are balanced.
         value_target: second moment that V's eigenvectors come from: `"score"`, the values weighted by
             `k C_Q k'` (what the published rotations use), or `"output"`, the attention outputs (what the paper says).
         k_clip: default of `OscarConfig.k_clip`.
         v_clip: default of `OscarConfig.v_clip`.
         scale_rule: default of `OscarConfig.scale_rule`.
+        k_search: default of `OscarConfig.k_search`; where it is not 0, a metric is fitted.
+        k_stretch: default of `OscarConfig.k_stretch`.
     """
 
     name: str
@@ -47,29 +60,36 @@ class Recipe:
     per_head: bool = False
     key_mean: bool = False
     alpha: float = 0.5
+    balance: float = 0.5
+    history_weighted: bool = False
     ridge: float = 0.1
     value_target: Literal["score", "output"] = "score"
     k_clip: float = 0.96
     v_clip: float = 0.92
     scale_rule: ScaleRule = "minmax"
+    k_search: int = 0
+    k_stretch: float = 1.0
 
     def __post_init__(self) -> None:
         _one_of("k_transform", self.k_transform, ("identity", "hadamard", "eigen", "balanced"))
         _one_of("v_transform", self.v_transform, ("identity", "hadamard", "eigen"))
         _one_of("value_target", self.value_target, ("score", "output"))
         _one_of("scale_rule", self.scale_rule, ("minmax", "inner_product"))
-        for name in ("per_head", "key_mean"):
+        for name in ("per_head", "key_mean", "history_weighted"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
         _within("alpha", self.alpha, 0.0, 2.0)
+        _within("balance", self.balance, 0.0, 1.0)
         _within("ridge", self.ridge, 0.0, 1e6)
         _within("k_clip", self.k_clip, 0.01, 1.0)
         _within("v_clip", self.v_clip, 0.01, 1.0)
+        _check_search(self.k_search, self.k_stretch)
 
     @property
     def needs_data(self) -> bool:
         """Whether fitting needs calibration statistics at all."""
-        return self.k_transform in ("eigen", "balanced") or self.v_transform == "eigen" or self.key_mean
+        fitted = self.k_transform in ("eigen", "balanced") or self.v_transform == "eigen"
+        return fitted or self.key_mean or self.k_search > 0
 
 
 MAX_WINDOW = 1 << 20
@@ -89,6 +109,20 @@ RECIPES: dict[str, Recipe] = {
             key_mean=True,
             k_clip=0.94,
             scale_rule="inner_product",
+        ),
+        Recipe(
+            "search",
+            k_transform="balanced",
+            v_transform="hadamard",
+            per_head=True,
+            key_mean=True,
+            alpha=0.75,
+            balance=0.25,
+            history_weighted=True,
+            k_clip=0.92,
+            scale_rule="inner_product",
+            k_search=3,
+            k_stretch=1.2,
         ),
     )
 }
@@ -132,7 +166,12 @@ class OscarConfig:
         k_clip: clip keys at this percentile of a row's |x|; 1 does not clip. None: the recipe's.
         v_clip: the same for values.
         scale_rule: `"minmax"`, or `"inner_product"`, which stretches the levels so that quantising does not
-            shrink inner products. None: the recipe's.
+            shrink inner products. None: the recipe's. Keys that are searched have `k_stretch` instead.
+        k_search: choose the codes of keys by the error that they make in logits, in so many sweeps of coordinate
+            descent (`search.search`); 0 rounds each channel by itself. Needs rotations with a `k_metric`, and one
+            group per head. Takes time when keys are stored, none when they are read. None: the recipe's.
+        k_stretch: exponent of the factor that gives searched keys their inner products with queries back, which least
+            errors shrink; 0 leaves it out, more than 1 favours the keys that stand out. None: the recipe's.
         group_size: channels that share one scale and min; must divide head_dim. None: head_dim.
         bits: 2, or 16 to store the rotated history in the model's dtype (for checks).
         scale_dtype: `"float16"` (saturates at 65504) or `"bfloat16"` (at 7e16, with 8 bits of precision).
@@ -149,6 +188,8 @@ class OscarConfig:
     k_clip: float = None  # type: ignore[assignment]
     v_clip: float = None  # type: ignore[assignment]
     scale_rule: ScaleRule = None  # type: ignore[assignment]
+    k_search: int = None  # type: ignore[assignment]
+    k_stretch: float = None  # type: ignore[assignment]
     group_size: int | None = None
     bits: Literal[2, 16] = 2
     scale_dtype: Literal["float16", "bfloat16"] = "float16"
@@ -160,12 +201,16 @@ class OscarConfig:
         for name in ("k_clip", "v_clip", "scale_rule"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(get_recipe(self.recipe), name))
+        for name in ("k_search", "k_stretch"):  # settings of a recipe that is not known may be older than these
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(RECIPES.get(self.recipe, Recipe(self.recipe)), name))
         for name in ("sink_tokens", "recent_tokens"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_WINDOW:
                 raise ValueError(f"{name}={value!r} must be a whole number of tokens, 0 or more (up to {MAX_WINDOW}).")
         _within("k_clip", self.k_clip, 0.01, 1.0)
         _within("v_clip", self.v_clip, 0.01, 1.0)
+        _check_search(self.k_search, self.k_stretch)
         _one_of("scale_rule", self.scale_rule, ("minmax", "inner_product"))
         _one_of("bits", self.bits, (2, 16))
         _one_of("scale_dtype", self.scale_dtype, ("float16", "bfloat16"))
@@ -183,11 +228,22 @@ class OscarConfig:
             raise ValueError(
                 f"group_size={group_size} does not divide head_dim={head_dim}; choose a divisor, or None for head_dim."
             )
+        if self.searches and group_size != head_dim:
+            raise ValueError(
+                f"k_search={self.k_search} needs one group per head, but group_size={group_size} and "
+                f"head_dim={head_dim}; set group_size=None, or k_search=0."
+            )
         return head_dim // group_size
 
     def exact(self, max_cache_len: int | None = None) -> OscarConfig:
         """The same for a layer that 2 bits cannot hold: 16, or, with fixed storage, a sink that takes everything."""
-        return self.replace(bits=16) if max_cache_len is None else self.replace(sink_tokens=max_cache_len)
+        held: dict[str, Any] = {"bits": 16} if max_cache_len is None else {"sink_tokens": max_cache_len}
+        return self.replace(**held, k_search=0)
+
+    @property
+    def searches(self) -> bool:
+        """Whether the codes of keys are searched for, which needs rotations with a metric."""
+        return self.bits == 2 and self.k_search > 0
 
     @property
     def rollback(self) -> int:
@@ -197,6 +253,12 @@ class OscarConfig:
     def bits_per_element(self, head_dim: int) -> float:
         """Bits that one element of the quantised history takes, scale and min included."""
         return float(self.bits) if self.bits == 16 else 2 + 32 * self.groups(head_dim) / head_dim
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> OscarConfig:
+        """The settings that go with a recipe."""
+        names = ("k_clip", "v_clip", "scale_rule", "k_search", "k_stretch")
+        return cls(recipe.name, **{name: getattr(recipe, name) for name in names})
 
     def replace(self, **changes: Any) -> OscarConfig:
         """A copy with some settings changed."""

@@ -92,6 +92,8 @@ def to_sglang(rotations: RotationSet, folder: str | os.PathLike, *, model: str |
         raise ValueError(f"bits={config.bits}: SGLang's int2 stores 2 bits; export a set with bits=2.")
     if config.scale_rule != "minmax":
         notes.append(f"SGLang stores by min and max; scale_rule={config.scale_rule!r} is not applied, so measure it.")
+    if config.k_search:
+        notes.append("SGLang rounds each channel by itself; k_search is not applied, so measure it.")
     version = 2 if any(map(more_than_shared, rotations.layers.values())) else 1
     if version == 2:
         notes.append("Format version 2 (a matrix per KV head) needs an OSCAR-SGLang that reads it; older ones do not.")

@@ -119,7 +119,9 @@ def check_shared(rotations: RotationSet, what: str, instead: str) -> None:
 def more_than_shared(layer: LayerRotation) -> list[str]:
     """What a layer has besides one orthogonal matrix for K and one for V, by name."""
     names = ("q_rotation", "k_mean")
-    return [name for name, tensor in layer.tensors().items() if name in names or tensor.dim() == 3]
+    return [
+        name for name, tensor in layer.tensors().items() if name in names or (tensor.dim() == 3 and name != "k_metric")
+    ]
 
 
 @contextmanager

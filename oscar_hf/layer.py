@@ -108,14 +108,17 @@ class OscarLayer(CacheLayerMixin):
         self.transform.check(key_states)
         self.config.groups(key_states.shape[-1])
         if self.tiers is None or differences(self.tiers.like, key_states):
-            self.tiers = Tiers(self.config, key_states, self.max_cache_len)
+            metric = self.transform.metric(key_states.device) if self.config.searches else None
+            self.tiers = Tiers(self.config, key_states, self.max_cache_len, metric)
             if self.fixed:
                 self._mark_static()
         self.is_initialized = True
 
     def _mark_static(self) -> None:
         """Tell the compiler that these tensors stay where they are; another cache's, elsewhere, may use its code."""
-        for tensor in (*self.tiers.tensors(), self.tiers.seen_tensor, *self.transform.tensors(self.tiers.like.device)):
+        tiers = self.tiers
+        matrices = (*self.transform.tensors(tiers.like.device), *(tiers.history.metric or ()))
+        for tensor in (*tiers.tensors(), tiers.seen_tensor, *matrices):
             if tensor is not None:
                 torch._dynamo.mark_static_address(tensor, guard=False)
 

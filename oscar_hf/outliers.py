@@ -71,6 +71,9 @@ def logit_error(
         group_size=config.group_size,
         scale_rule=config.scale_rule,
         scale_dtype=getattr(torch, config.scale_dtype),
+        metric=transform.metric(keys.device) if config.searches else None,
+        sweeps=config.k_search,
+        stretch=config.k_stretch,
     )
     queries = transform.queries(queries.unflatten(0, (keys.shape[0], -1)).flatten(1, 2)) * scaling  # [H_kv, G N, D]
     signal, noise = (queries @ states.mT for states in (keys, dequantize(stored) - keys))

@@ -108,6 +108,7 @@ def patch_model(
         config.groups(architecture(model_config)["head_dim"])
         if rotations is not None and _find(model, rotations, zoo).digest() != patch.digest:
             raise ValueError("This model is patched with other rotations; call unpatch_model(model) first.")
+        patch.rotations.check_settings(config)
         patch.config, patch.default_cache = config, default_cache
         return model
     if isinstance(getattr(model.config, "oscar", None), Marker):
@@ -119,6 +120,7 @@ def patch_model(
     rotations.check_fits(full, architecture(model_config))
     config = config or rotations.config
     config.groups(architecture(model_config)["head_dim"])
+    rotations.check_settings(config)
     on_disk = absorbed_layers(model.config, rotations, full)
     digest = rotations.digest()
     rotated: list[int] = []
@@ -280,7 +282,7 @@ def _probe(model: PreTrainedModel, tokens: Tensor) -> dict[int, _Seen]:
     projections: dict[nn.Module, Tensor] = {}
     _, full = cache_layers(text_config(model))
 
-    def observer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+    def observer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, output: Tensor, _: Any) -> None:
         index: int = module.layer_idx  # type: ignore[assignment]
         if index not in full:
             return

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .search import MAX_STRETCH, Metric, search
+
 FORMAT_VERSION = 1
-MAX_STRETCH = 2.0
 SATURATION = {torch.float16: 65504.0, torch.bfloat16: 2.0**56}  # squares of a row must not overflow float32
 
 
@@ -36,6 +37,9 @@ def quantize(
     group_size: int | None = None,
     scale_rule: str = "minmax",
     scale_dtype: torch.dtype = torch.float16,
+    metric: Metric | None = None,
+    sweeps: int = 3,
+    stretch: float = 0.0,
 ) -> Quantized:
     """Quantise rows to 2 bits.
 
@@ -46,11 +50,20 @@ def quantize(
         scale_rule: `"minmax"`: levels span the clipped group. `"inner_product"`: once the codes are chosen, levels
             are stretched about the mean so that `<x - mean, x^ - mean^>` equals `|x - mean|^2`.
         scale_dtype: dtype of scale and min. Rows saturate at `SATURATION`; none becomes infinite.
+        metric: [..., D, D], for rows [..., n, D]: codes, scale and min are chosen by their error in it (`search`),
+            from the levels that span the clipped row; `scale_rule` does not matter then.
+        sweeps: of the search.
+        stretch: exponent of the search's stretch.
 
     Returns:
         Quantized: codes [..., D/4] and affine [..., D / group_size, 2].
+
+    Raises:
+        ValueError: a search in groups smaller than D.
     """
     head_dim = x.shape[-1]
+    if metric is not None and group_size not in (None, head_dim):
+        raise ValueError(f"group_size={group_size}: a search needs one group a row; set group_size=None.")
     limit = SATURATION[scale_dtype]
     x = x.float().clamp(-limit, limit)
     clipped = x
@@ -62,16 +75,27 @@ def quantize(
 
     minimum = clipped.amin(-1, keepdim=True)
     scale = (clipped.amax(-1, keepdim=True) - minimum).clamp_min(1e-8) / 3
+    if metric is not None:
+        codes, scale, minimum = (
+            part.unsqueeze(-2)
+            for part in search(x.squeeze(-2), scale.squeeze(-2), minimum.squeeze(-2), metric, sweeps, stretch)
+        )
+        return _stored(codes, scale, minimum, limit, scale_dtype)
     codes = ((clipped - minimum) / scale + 0.5).floor_().clamp_(0, 3)
     if scale_rule == "inner_product":
         level_mean = codes.mean(-1, keepdim=True) * scale + minimum
         mean = x.mean(-1, keepdim=True)
         centred = x - mean
         overlap = (centred * (codes * scale + minimum - level_mean)).sum(-1, keepdim=True)
-        stretch = centred.square().sum(-1, keepdim=True) / overlap
-        stretch = torch.where(overlap > 0, stretch.clamp(1 / MAX_STRETCH, MAX_STRETCH), 1.0)
-        minimum = (minimum - level_mean) * stretch + mean
-        scale = scale * stretch
+        gain = centred.square().sum(-1, keepdim=True) / overlap
+        gain = torch.where(overlap > 0, gain.clamp(1 / MAX_STRETCH, MAX_STRETCH), 1.0)
+        minimum = (minimum - level_mean) * gain + mean
+        scale = scale * gain
+    return _stored(codes, scale, minimum, limit, scale_dtype)
+
+
+def _stored(codes: Tensor, scale: Tensor, minimum: Tensor, limit: float, scale_dtype: torch.dtype) -> Quantized:
+    """Codes [..., G, g] and the scale and min [..., G, 1] of each group, as they are stored."""
     affine = torch.cat([scale, minimum], dim=-1).clamp_(-limit, limit).to(scale_dtype)  # [..., G, 2]
     return Quantized(pack(codes.flatten(-2).to(torch.uint8)), affine)
 

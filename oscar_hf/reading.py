@@ -83,6 +83,9 @@ def attend_step(
         config.k_clip,
         config.v_clip,
         config.scale_rule,
+        *(tiers.history.metric or (None, None)),
+        config.k_search,
+        config.k_stretch,
         **shared,
     )
     if not tiers.fixed:
@@ -238,7 +241,7 @@ def unpack_all(tiers: Tiers, transform: Transform, seen: int, columns: Tensor | 
 
 def store(tiers: Tiers, transform: Transform, rows: slice, key: Tensor, value: Tensor) -> None:
     """Rotate and store keys and values [b, H_kv, n, D] of rows of one length."""
-    if tiers.config.bits != 2 or not kernels.available(key):
+    if tiers.config.bits != 2 or tiers.history.metric is not None or not kernels.available(key):
         tiers.append(rows, transform.keys(key), transform.values(value))
         return
     config = tiers.config

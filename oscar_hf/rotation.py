@@ -27,7 +27,9 @@ FILE_VERSION = 1
 MAX_CONFIG_BYTES = 1 << 20
 TOLERANCE = 1e-3
 MAX_CONDITION = 1e4
-TENSORS = ("k_rotation", "v_rotation", "q_rotation", "k_mean")
+TENSORS = ("k_rotation", "v_rotation", "q_rotation", "k_mean", "k_metric")
+MAX_METRIC_CONDITION = 1e6
+METRIC_RIDGE = 0.1
 
 
 def _power_of_two(size: int) -> int:
@@ -80,16 +82,17 @@ def matrix_power(matrix: Tensor, exponent: float) -> Tensor:
     return (vectors * values.clamp_min(tiny).pow(exponent).unsqueeze(-2)) @ vectors.mT
 
 
-def geometric_mean(a: Tensor, b: Tensor) -> Tensor:
-    """`a # b = a^1/2 (a^-1/2 b a^-1/2)^1/2 a^1/2` of symmetric positive definite matrices [..., D, D]."""
+def geometric_mean(a: Tensor, b: Tensor, weight: float = 0.5) -> Tensor:
+    """`a^1/2 (a^-1/2 b a^-1/2)^weight a^1/2` of symmetric positive definite matrices [..., D, D]: from a to b."""
     root, inverse_root = matrix_power(a, 0.5), matrix_power(a, -0.5)
-    return root @ matrix_power(inverse_root @ b @ inverse_root, 0.5) @ root
+    return root @ matrix_power(inverse_root @ b @ inverse_root, weight) @ root
 
 
-def balanced_transform(keys: Tensor, queries: Tensor, alpha: float, ridge: float) -> Tensor:
-    """`M ** (alpha / 2) H` with `M = keys^-1 # queries`, the covariances [..., D, D] of keys and queries.
+def balanced_transform(keys: Tensor, queries: Tensor, alpha: float, ridge: float, balance: float = 0.5) -> Tensor:
+    """`M ** (alpha / 2) H`, M the geometric mean of `keys^-1` and `queries`, covariances [..., D, D], by `balance`.
 
-    With an isotropic quantiser, alpha 1 gives the least error of logits (design, method.md, section 2).
+    With an isotropic quantiser, alpha 1 and balance 1/2 give the least error of logits (design, method.md,
+    section 2). One that takes `error_metric` into account does better with smaller ones.
     """
 
     def regularized(covariance: Tensor) -> Tensor:
@@ -98,8 +101,27 @@ def balanced_transform(keys: Tensor, queries: Tensor, alpha: float, ridge: float
         identity = torch.eye(size, dtype=covariance.dtype)
         return covariance * torch.where(trace > 0, size / trace, 0.0) + ridge * identity
 
-    mean = geometric_mean(torch.linalg.inv(regularized(keys.double())), regularized(queries.double()))
+    mean = geometric_mean(torch.linalg.inv(regularized(keys.double())), regularized(queries.double()), balance)
     return matrix_power(mean, alpha / 2) @ hadamard(keys.shape[-1])
+
+
+def error_metric(q_rotation: Tensor, queries: Tensor) -> Tensor:
+    """What an error of a stored key costs: the matrix `G` [..., D, D] of the mean squared error `e G e'` of logits.
+
+    Args:
+        q_rotation: [..., D, D].
+        queries: second moment of queries [..., D, D], in the model's basis.
+
+    Returns:
+        Tensor: float64, symmetric, trace D; a tenth of it is the identity, against what calibration did not see.
+    """
+    rotation = q_rotation.double()
+    metric = rotation.mT @ queries.double() @ rotation
+    metric = (metric + metric.mT) / 2
+    trace = metric.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    identity = torch.eye(metric.shape[-1], dtype=metric.dtype)
+    metric = torch.where(trace > 0, metric * (metric.shape[-1] / trace), identity)
+    return (1 - METRIC_RIDGE) * metric + METRIC_RIDGE * identity
 
 
 @dataclass(frozen=True)
@@ -111,6 +133,7 @@ class LayerRotation:
         v_rotation: the same; orthogonal.
         q_rotation: inverse transpose of `k_rotation`; None if `k_rotation` is orthogonal and serves both.
         k_mean: [H_kv, D], taken off every key; None for no mean.
+        k_metric: [D, D] or [H_kv, D, D]: what errors of stored keys cost (`error_metric`), for `OscarConfig.k_search`.
         bits: 2, or 16 for a layer whose keys 2 bits cannot hold (`outliers`), whatever the cache's settings.
     """
 
@@ -118,6 +141,7 @@ class LayerRotation:
     v_rotation: Tensor
     q_rotation: Tensor | None = None
     k_mean: Tensor | None = None
+    k_metric: Tensor | None = None
     bits: Literal[2, 16] = 2
 
     @property
@@ -156,6 +180,16 @@ class LayerRotation:
             if error > TOLERANCE:
                 kind = "the inverse transpose of q_rotation" if left is not right else "orthogonal"
                 raise ValueError(f"Layer {layer}: {name} is not {kind}: off by {error:.2g}, allowed {TOLERANCE:g}.")
+        if self.k_metric is not None:
+            metric = self.k_metric.double()
+            if not torch.allclose(metric, metric.mT, rtol=0, atol=TOLERANCE * metric.abs().max().item()):
+                raise ValueError(f"Layer {layer}: k_metric is not symmetric; calibrate again.")
+            eigenvalues = torch.linalg.eigvalsh(metric)
+            if not bool((eigenvalues[..., 0] * MAX_METRIC_CONDITION > eigenvalues[..., -1]).all()):
+                raise ValueError(
+                    f"Layer {layer}: k_metric is not positive definite: eigenvalues from "
+                    f"{eigenvalues.min().item():.2g} to {eigenvalues.max().item():.2g}; calibrate again."
+                )
         condition = torch.linalg.cond(self.k_rotation.double()).max().item()
         if condition > MAX_CONDITION:
             raise ValueError(
@@ -190,6 +224,16 @@ class RotationSet:
             raise ValueError("A RotationSet without layers fits no model.")
         for index, layer in self.layers.items():
             layer.validate(index)
+        self.check_settings(self.config)
+
+    def check_settings(self, config: OscarConfig) -> None:
+        """Raise ValueError unless these rotations have what storage settings need."""
+        missing = [index for index, layer in self.layers.items() if layer.bits == 2 and layer.k_metric is None]
+        if config.searches and missing:
+            raise ValueError(
+                f"k_search={config.k_search} needs a k_metric in every layer, and these rotations have none in layers "
+                f"{missing}: calibrate with recipe 'search', or set k_search=0."
+            )
 
     def check_fits(self, layers: set[int], architecture: dict[str, Any]) -> None:
         """Raise ValueError unless the set was made for a model with these full-attention layers and architecture."""
@@ -303,8 +347,11 @@ class RotationSet:
             raise ValueError(f"Recipe {recipe.name!r} is fitted to data: use calibrate().")
         matrices = {"identity": torch.eye(head_dim), "hadamard": hadamard(head_dim).float()}
         layer = LayerRotation(matrices[recipe.k_transform], matrices[recipe.v_transform])
-        config = OscarConfig(recipe.name, k_clip=recipe.k_clip, v_clip=recipe.v_clip, scale_rule=recipe.scale_rule)
-        return cls(dict.fromkeys(sorted(layers), layer), config, provenance={"recipe": recipe.name, **provenance})
+        return cls(
+            dict.fromkeys(sorted(layers), layer),
+            OscarConfig.of(recipe),
+            provenance={"recipe": recipe.name, **provenance},
+        )
 
 
 def absorbed_layers(model_config: Any, rotations: RotationSet, full: set[int]) -> list[int] | None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .config import OscarConfig
-from .kernels import quantize_into
+from .kernels import quantize_into, search_into
 from .quantization import Quantized
+from .search import Metric
 from .sharing import Prefix
 
 GROWTH = 1 / 16
@@ -57,9 +58,10 @@ class History:
     """
 
     @torch.inference_mode(False)
-    def __init__(self, config: OscarConfig, like: Tensor):
+    def __init__(self, config: OscarConfig, like: Tensor, metric: Metric | None = None):
         batch, heads, _, head_dim = like.shape
         self.config = config
+        self.metric = metric  # keys are searched in it
         if config.bits == 16:
             parts: list[tuple[tuple[int, ...], torch.dtype]] = [((head_dim,), like.dtype)]
         else:
@@ -128,7 +130,13 @@ class History:
                 block = states[:, :, first : first + READ_BLOCK]
                 place = slice(start + first, start + first + block.shape[2])
                 codes, affine = (buffer[rows, :, place] for buffer in buffers)
-                quantize_into(block, codes, affine, clip=clip, scale_rule=self.config.scale_rule)
+                if states is keys and self.metric is not None:
+                    config = self.config
+                    search_into(
+                        block, *self.metric, codes, affine, clip=clip, sweeps=config.k_search, stretch=config.k_stretch
+                    )
+                else:
+                    quantize_into(block, codes, affine, clip=clip, scale_rule=self.config.scale_rule)
 
     def blocks(self, rows: slice, stop: int, start: int = 0) -> Iterator[PackedSpan]:
         """Tokens `start` to `stop` of some rows, at most `READ_BLOCK` at a time."""
@@ -172,10 +180,11 @@ class Tiers:
         like: states [B, H_kv, _, D], whose dtype and device the windows take.
         max_tokens: allocate for so many tokens at once: buffers keep their addresses, and lengths are read from the
             device only when asked for. None: grow.
+        metric: what errors of keys cost, where `config.searches`.
     """
 
     @torch.inference_mode(False)
-    def __init__(self, config: OscarConfig, like: Tensor, max_tokens: int | None = None):
+    def __init__(self, config: OscarConfig, like: Tensor, max_tokens: int | None = None, metric: Metric | None = None):
         batch, heads, _, size = like.shape
         self.config = config
         self.fixed = max_tokens is not None
@@ -191,7 +200,7 @@ class Tiers:
             for part, tokens in (("sink", config.sink_tokens), ("recent", ring))
             for name in ("keys", "values")
         }
-        self.history = History(config, like)
+        self.history = History(config, like, metric)
         self.prefixes: list[Prefix] = []
         self.borrowed = False  # windows and history are another's too, of one row that all rows repeat
         if max_tokens is not None:

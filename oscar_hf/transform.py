@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .rotation import LayerRotation
+from .search import Metric
 
 
 class Transform:
@@ -21,10 +22,11 @@ class Transform:
         self.judged = rotation.bits == 16  # whether that is known (`outliers.judge`)
         self.retired = False  # the model's projections have changed since
         self._placed: dict[torch.device, dict[str, Tensor]] = {}
+        self._metrics: dict[torch.device, Metric] = {}
 
     def unrotated(self) -> Transform:
         """The same that leaves keys as they are: for 16 bits, in which rotating large ones would cost precision."""
-        keys = {"k_rotation": torch.eye(self.rotation.head_dim), "q_rotation": None, "k_mean": None}
+        keys = {"k_rotation": torch.eye(self.rotation.head_dim), "q_rotation": None, "k_mean": None, "k_metric": None}
         return Transform(replace(self.rotation, **keys, bits=16), self.absorbed)  # type: ignore[arg-type]
 
     @torch.inference_mode(False)
@@ -33,6 +35,7 @@ class Transform:
             tensors = {
                 name: self._own(name, tensor).to(device, torch.float32)
                 for name, tensor in self.rotation.tensors().items()
+                if name != "k_metric"
             }
             tensors.setdefault("q_rotation", tensors["k_rotation"])
             self._placed[device] = tensors
@@ -70,6 +73,23 @@ class Transform:
         placed = self._on(device)
         v_rotation = None if self.absorbed else placed["v_rotation"]
         return placed.get("k_mean"), placed["k_rotation"], placed["q_rotation"], v_rotation
+
+    @torch.inference_mode(False)
+    def metric(self, device: torch.device) -> Metric:
+        """What errors of stored keys cost, with its factor.
+
+        Raises:
+            ValueError: rotations without a metric.
+        """
+        if device not in self._metrics:
+            if self.rotation.k_metric is None:
+                raise ValueError(
+                    "These rotations have no k_metric, which k_search needs: calibrate with recipe 'search', or set "
+                    "k_search=0."
+                )
+            metric = Metric.of(self._own("k_metric", self.rotation.k_metric))
+            self._metrics[device] = Metric(metric.matrix.to(device), metric.factor.to(device))
+        return self._metrics[device]
 
     def keys(self, keys: Tensor) -> Tensor:
         """`(k - k_mean) k_rotation`, [B, H_kv, n, D] in the dtype given."""

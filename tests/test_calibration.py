@@ -17,9 +17,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.llama import modeling_llama
 
+import oscar_hf.calibration
 import oscar_hf.zoo
 from oscar_hf import calibrate, patch_model, unpatch_model
-from oscar_hf.calibration import LayerStatistics, collect_statistics
+from oscar_hf.calibration import LayerStatistics, collect_statistics, fit_layer, history_attention
 from oscar_hf.config import OscarConfig, Recipe, get_recipe
 from oscar_hf.corpus import read_corpus
 from oscar_hf.rotation import RotationSet, bit_reversal, hadamard
@@ -194,6 +195,90 @@ def test_fit_is_direct(model: PreTrainedModel, direct: dict[int, Direct], recipe
             assert_close(layer.k_mean, np.stack([states.rows(1, head).mean(0) for head in heads]))
 
 
+def attention_to_history(
+    query: np.ndarray, key: np.ndarray, sink: int, recent: int, scale: float, softcap: float | None, sinks: np.ndarray
+) -> np.ndarray:
+    """Weights [n, n] of one head, zero for what is no history."""
+    logits = query @ key.T * scale
+    logits = logits if softcap is None else np.tanh(logits / softcap) * softcap
+    logits[np.triu(np.ones(logits.shape, dtype=bool), 1)] = -np.inf
+    weights = scipy.special.softmax(np.concatenate([logits, sinks[:, None]], 1), axis=-1)[:, :-1]
+    behind = np.arange(len(query))[:, None] - np.arange(len(key))
+    return weights * ((behind >= recent) & (np.arange(len(key)) >= sink))
+
+
+@pytest.mark.parametrize("softcap, with_sinks", [(None, False), (3.0, False), (None, True)])
+@pytest.mark.parametrize("windows", [(4, 8), (0, 1), (3, 0), (40, 30), (64, 256)])
+@pytest.mark.parametrize("block", [1 << 24, 700])
+def test_attention_to_history(
+    windows: tuple[int, int], softcap: float | None, with_sinks: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oscar_hf.calibration, "ATTENTION_BLOCK", block)
+    query, key, *_ = random_states(2, 50)
+    sinks = torch.randn(KV_HEADS * GROUPS) if with_sinks else None
+    paid, received = history_attention(query, key, *windows, scaling=0.3, softcap=softcap, sink_logits=sinks)
+    for batch in range(2):
+        total = np.zeros((KV_HEADS, 50))
+        for head in range(KV_HEADS * GROUPS):
+            sink = np.full(50, -np.inf if sinks is None else sinks[head].item())
+            q, k = query[batch, head].double().numpy(), key[batch, head // GROUPS].double().numpy()
+            weights = attention_to_history(q, k, *windows, 0.3, softcap, sink)
+            np.testing.assert_allclose(paid[batch, head].numpy(), weights.sum(1), atol=1e-5)
+            total[head // GROUPS] += weights.sum(0)
+        np.testing.assert_allclose(received[batch].numpy(), total, atol=1e-4)
+
+
+def test_search_recipe_is_direct(model: PreTrainedModel, direct: dict[int, Direct]) -> None:
+    """Moments by attention to the history, in windows that leave one; all but the second sequence's 1 token."""
+    recipe = get_recipe("search")
+    windows = OscarConfig(sink_tokens=10, recent_tokens=30)
+    statistics = collect_statistics(model, SEQUENCES, history=windows, progress=False)
+    for index, states in direct.items():
+        layer = fit_layer(statistics[index], recipe)
+        for head in range(KV_HEADS):
+            moment, mean, total = np.zeros((SIZE, SIZE)), np.zeros(SIZE), 0.0
+            for query, key, _ in states.states:
+                for q in query[head * GROUPS : (head + 1) * GROUPS]:
+                    none = np.full(len(q), -np.inf)
+                    weights = attention_to_history(q, key[head], 10, 30, SIZE**-0.5, None, none)
+                    moment += (q * weights.sum(1)[:, None]).T @ q
+                    mean += weights.sum(0) @ key[head]
+                    total += weights.sum()
+            moment, mean = moment / total, mean / total
+            assert layer.k_mean is not None and layer.k_metric is not None and layer.q_rotation is not None
+            assert_close(layer.k_mean[head], mean)
+            keys, queries = (
+                part / np.trace(part) * SIZE + 0.1 * np.eye(SIZE) for part in (states.keys(head, True), moment)
+            )
+            root = scipy.linalg.sqrtm(keys).real
+            power = scipy.linalg.fractional_matrix_power(root @ queries @ root, 0.25).real
+            middle = np.linalg.inv(root) @ power @ np.linalg.inv(root)
+            expected = scipy.linalg.fractional_matrix_power(middle, 0.375).real @ hadamard(SIZE).numpy()
+            assert_close(layer.k_rotation[head], expected, 1e-3)
+            inverse = np.linalg.inv(expected)
+            metric = inverse @ moment @ inverse.T
+            assert_close(layer.k_metric[head], 0.9 * metric * SIZE / np.trace(metric) + 0.1 * np.eye(SIZE), 1e-3)
+        layer.validate(index, KV_HEADS)
+
+
+def test_a_weighted_fit_needs_weighted_statistics(model: PreTrainedModel) -> None:
+    statistics = collect_statistics(model, SEQUENCES, progress=False)
+    with pytest.raises(ValueError, match="collected with history="):
+        fit_layer(statistics[0], get_recipe("search"))
+
+
+def test_sequences_without_a_history_are_weighed_alike(model: PreTrainedModel, direct: dict[int, Direct]) -> None:
+    rotations = fit(model, recipe="search")  # 70 and 41 tokens fit into the windows
+    plain = fit(model, recipe="search", history_weighted=False)
+    for index, layer in rotations.layers.items():
+        for name, tensor in layer.tensors().items():
+            assert torch.equal(tensor, plain.layers[index].tensors()[name]), name
+        assert layer.k_mean is not None
+        assert_close(layer.k_mean, np.stack([direct[index].rows(1, head).mean(0) for head in range(KV_HEADS)]))
+    assert rotations.config == OscarConfig("search")
+    assert rotations.config.k_search == 3 and rotations.config.k_stretch == 1.2
+
+
 def test_a_key_mean_does_not_change_softmax(model: PreTrainedModel, direct: dict[int, Direct]) -> None:
     for index, layer in fit(model).layers.items():
         layer.validate(index, KV_HEADS)
@@ -228,7 +313,7 @@ def gathered(*states: tuple[Tensor, ...]) -> LayerStatistics:
     statistics = LayerStatistics(KV_HEADS, SIZE, torch.device("cpu"))
     for query, key, _, output in states:
         statistics.add(query, key, output)
-    moment = statistics.query_moment
+    moment = statistics.query_moment()
     for _, key, value, _ in states:
         statistics.add_scored(key, value, moment)
     return statistics
@@ -252,12 +337,12 @@ def test_statistics_are_means_over_tokens_and_query_heads() -> None:
     for head in range(KV_HEADS):
         q, o = (t[:, head * GROUPS : (head + 1) * GROUPS].double().reshape(-1, SIZE) for t in (query, output))
         k, v = (t[:, head].double().reshape(-1, SIZE) for t in (key, value))
-        assert_close(statistics.query_moment[head], (q.T @ q / len(q)).numpy(), 1e-12)
-        assert_close(statistics.key_mean[head], k.mean(0).numpy(), 1e-12)
+        assert_close(statistics.query_moment()[head], (q.T @ q / len(q)).numpy(), 1e-12)
+        assert_close(statistics.key_mean()[head], k.mean(0).numpy(), 1e-12)
         assert_close(statistics.key_covariance(False)[head], (k.T @ k / len(k)).numpy(), 1e-12)
         assert_close(statistics.key_covariance(True)[head], np.cov(k.T.numpy(), bias=True), 1e-12)
         assert_close(statistics.value_moment("output")[head], (o.T @ o / len(o)).numpy(), 1e-12)
-        weights = (k @ statistics.query_moment[head] * k).sum(-1)
+        weights = (k @ statistics.query_moment()[head] * k).sum(-1)
         expected = (v * (weights / weights.mean())[:, None]).T @ v / len(v)
         assert_close(statistics.value_moment("score")[head], expected.numpy(), 1e-12)
 
@@ -266,7 +351,7 @@ def test_memory_does_not_depend_on_tokens() -> None:
     for tokens in (1, 300):
         statistics = gathered(*[random_states(1, tokens)] * 3)
         stored = sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(statistics).values())
-        assert stored == 8 * (4 * KV_HEADS * SIZE * SIZE + KV_HEADS * SIZE + KV_HEADS)
+        assert stored == 8 * (5 * KV_HEADS * SIZE * SIZE + 2 * KV_HEADS * SIZE + 2 * KV_HEADS)
 
 
 # calibrate: models and data
@@ -343,9 +428,9 @@ def test_result_goes_with_the_model_and_its_recipe(model: PreTrainedModel, tmp_p
 
 def test_provenance_is_complete(model: PreTrainedModel) -> None:
     rotations = fit(model, recipe="oscar", corpus="numbers", sequence_length=64, tokens=100, v_clip=0.9)
-    errors = rotations.provenance.pop("logit_error")
-    assert list(errors) == ["0", "1", "2"] and all(0 < error < 4 for error in errors.values())
-    assert json.loads(json.dumps(rotations.provenance)) == {
+    provenance = json.loads(json.dumps(rotations.provenance))
+    assert set(provenance.pop("logit_error")) == {"0", "1", "2"}
+    assert provenance == {
         "model": "llama",
         "revision": None,
         "dtype": "float32",

@@ -22,6 +22,13 @@ BAD_SETTINGS = [
     ("v_clip", float("inf")),
     ("v_clip", "0.92"),
     ("scale_rule", "lloyd"),
+    ("k_search", -1),
+    ("k_search", 17),
+    ("k_search", 1.5),
+    ("k_search", True),
+    ("k_stretch", -0.1),
+    ("k_stretch", "1.2"),
+    ("k_stretch", float("nan")),
     ("group_size", 0),
     ("group_size", -64),
     ("group_size", 3),
@@ -43,6 +50,11 @@ BAD_RECIPE_SETTINGS = [
     ("alpha", -0.1),
     ("alpha", 2.5),
     ("alpha", float("nan")),
+    ("balance", -0.1),
+    ("balance", 1.1),
+    ("history_weighted", 1),
+    ("k_search", None),
+    ("k_stretch", None),
     ("ridge", -1.0),
     ("ridge", True),
     ("k_clip", 0.0),
@@ -70,6 +82,7 @@ def test_defaults() -> None:
         ("hadamard", (1.0, 1.0, "minmax")),
         ("oscar", (0.96, 0.92, "minmax")),
         ("balanced", (0.94, 0.92, "inner_product")),
+        ("search", (0.92, 0.92, "inner_product")),
     ],
 )
 def test_recipe_fills_only_what_is_left_at_none(recipe: str, filled: tuple) -> None:
@@ -102,6 +115,23 @@ def test_json_round_trip(config: OscarConfig) -> None:
     settings = json.loads(json.dumps(config.to_dict()))
     assert set(settings) == {field.name for field in fields(OscarConfig)}
     assert OscarConfig.from_dict(settings) == config
+
+
+def test_settings_from_before_the_search_do_not_search() -> None:
+    for config in (OscarConfig("balanced"), OscarConfig("mine", k_clip=0.9, v_clip=0.9, scale_rule="minmax")):
+        older = {name: value for name, value in config.to_dict().items() if name not in ("k_search", "k_stretch")}
+        assert OscarConfig.from_dict(older) == config
+        assert (config.k_search, config.searches) == (0, False)
+
+
+def test_a_search_takes_one_group_a_head() -> None:
+    config = OscarConfig("search")
+    assert (config.k_search, config.k_stretch, config.searches) == (3, 1.2, True)
+    assert config.groups(64) == config.replace(group_size=64).groups(64) == 1
+    with pytest.raises(ValueError, match="k_search=3 needs one group per head, but group_size=32 and head_dim=64"):
+        config.replace(group_size=32).groups(64)
+    assert config.replace(group_size=32, k_search=0).groups(64) == 2
+    assert not config.exact().searches and not config.exact(100).searches
 
 
 def test_frozen_and_hashable() -> None:
@@ -179,7 +209,7 @@ def test_groups_that_do_not_fit_the_head(head_dim: int, group_size: int | None, 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_go_by_their_names(name: str) -> None:
     assert get_recipe(name).name == name
-    assert get_recipe(name).needs_data == (name in ("oscar", "balanced"))
+    assert get_recipe(name).needs_data == (name in ("oscar", "balanced", "search"))
 
 
 def test_get_recipe_changes_only_what_is_asked_for() -> None:

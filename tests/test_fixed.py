@@ -16,12 +16,15 @@ from oscar_hf import OscarConfig, OscarQuantizedCache, patch_model
 from oscar_hf._compat import cache_argument
 
 SMALL = OscarConfig(recipe="balanced", sink_tokens=4, recent_tokens=8)
+SEARCHING = OscarConfig(recipe="search", sink_tokens=4, recent_tokens=8)
 
 
-def patched(family: str = "qwen3", device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def patched(
+    family: str = "qwen3", device: str = "cpu", dtype: torch.dtype = torch.float32, config: OscarConfig = SMALL
+) -> PreTrainedModel:
     model = tiny_model(family)
-    rotations = rotations_for(model)
-    return patch_model(model.to(device, dtype), rotations, SMALL)
+    rotations = rotations_for(model, config.recipe)
+    return patch_model(model.to(device, dtype), rotations, config)
 
 
 @torch.no_grad()
@@ -38,8 +41,9 @@ def run(model: PreTrainedModel, ids: Tensor, cache, step=None, prompt: int = 40,
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "qwen3_next"])
 @pytest.mark.parametrize("size", [1, 3, 20])
-def test_fixed_equals_growing(family: str, size: int) -> None:
-    model, ids = patched(family), tokens(2, 60)
+@pytest.mark.parametrize("config", [SMALL, SEARCHING], ids=["rounded", "searched"])
+def test_fixed_equals_growing(family: str, size: int, config: OscarConfig) -> None:
+    model, ids = patched(family, config=config), tokens(2, 60)
     expected = run(model, ids, OscarQuantizedCache(model), size=size)
     cache = OscarQuantizedCache(model, max_cache_len=60)
     assert relative_error(run(model, ids, cache, size=size), expected) < 1e-5
@@ -143,8 +147,9 @@ def compiles_once(model: PreTrainedModel, ids: Tensor, **options) -> list[int]:
     return graphs
 
 
-def test_a_step_compiles_whole_and_once() -> None:
-    first, *later = compiles_once(patched(), tokens(2, 60), backend="aot_eager")
+@pytest.mark.parametrize("config", [SMALL, SEARCHING], ids=["rounded", "searched"])
+def test_a_step_compiles_whole_and_once(config: OscarConfig) -> None:
+    first, *later = compiles_once(patched(config=config), tokens(2, 60), backend="aot_eager")
     assert later == [first, first]
 
 

@@ -20,6 +20,7 @@ from oscar_hf.rotation import (
     balanced_transform,
     bit_reversal,
     compose_rotation,
+    error_metric,
     geometric_mean,
     hadamard,
     matrix_power,
@@ -47,6 +48,12 @@ def balanced_layer(size: int = 16, heads: int = 2) -> LayerRotation:
     transform = balanced_transform(covariance(size, heads), covariance(size, heads), 0.5, 0.1)
     inverse = torch.linalg.inv(transform).mT.contiguous()
     return LayerRotation(transform.float(), orthogonal(size), inverse.float(), torch.randn(heads, size))
+
+
+def searching_layer(size: int = 16, heads: int = 2) -> LayerRotation:
+    layer = balanced_layer(size, heads)
+    metric = error_metric(layer.q_rotation, covariance(size, heads)).float()  # type: ignore[arg-type]
+    return replace(layer, k_metric=metric)
 
 
 def rotation_set() -> RotationSet:
@@ -318,6 +325,25 @@ UNSOUND: dict[str, tuple[Callable[[], LayerRotation], str]] = {
         r"KV heads, \[2, 3\]",
     ),
     "mean of one head": (lambda: changed(balanced_layer(), "k_mean", lambda t: t[:1]), r"KV heads, \[1, 2\]"),
+    "metric of one head": (lambda: changed(searching_layer(), "k_metric", lambda t: t[:1]), r"KV heads, \[1, 2\]"),
+    "metric of another size": (
+        lambda: changed(searching_layer(), "k_metric", lambda t: t[:, :8, :8]),
+        r"k_metric has shape \[2, 8, 8\]",
+    ),
+    "NaN in the metric": (
+        lambda: changed(searching_layer(), "k_metric", lambda t: t * float("nan")),
+        "k_metric holds NaN",
+    ),
+    "skew metric": (
+        lambda: changed(searching_layer(), "k_metric", lambda t: t + t.triu(1)),
+        "k_metric is not symmetric",
+    ),
+    "metric that is none": (
+        lambda: changed(
+            searching_layer(), "k_metric", lambda t: t - t.diagonal(dim1=-2, dim2=-1).mean() * torch.eye(16)
+        ),
+        "k_metric is not positive definite",
+    ),
     "mean of another size": (
         lambda: changed(balanced_layer(), "k_mean", lambda t: t[:, :8]),
         r"k_mean has shape \[2, 8\]",
@@ -437,6 +463,34 @@ def test_digest_does_not_depend_on_memory_layout() -> None:
         RotationSet({0: LayerRotation(strided, matrix)}).digest()
         == RotationSet({0: LayerRotation(matrix, matrix)}).digest()
     )
+
+
+def test_error_metric_is_the_mean_squared_error_of_logits() -> None:
+    queries, transform = torch.randn(500, 16, dtype=torch.float64), covariance(16)
+    error = torch.randn(16, dtype=torch.float64)
+    metric = error_metric(torch.linalg.inv(transform).mT, queries.mT @ queries / 500)
+    rest = (metric - 0.1 * torch.eye(16)) / 0.9
+    logits = (queries @ torch.linalg.inv(transform).mT @ error).square().mean()
+    whole = (queries @ torch.linalg.inv(transform).mT).square().sum(1).mean()
+    torch.testing.assert_close(error @ rest @ error, logits * 16 / whole)
+    torch.testing.assert_close(metric.trace(), torch.tensor(16.0, dtype=torch.float64))
+    assert_close(error_metric(transform, torch.zeros(2, 16, 16)), torch.eye(16).double().expand(2, -1, -1))
+
+
+def test_a_search_needs_a_metric_in_each_layer_of_two_bits(tmp_path: Path) -> None:
+    rotations = RotationSet({1: searching_layer(), 3: searching_layer()}, OscarConfig("search"))
+    rotations.save_pretrained(tmp_path)
+    loaded = RotationSet.from_pretrained(tmp_path)
+    for index, layer in rotations.layers.items():
+        assert torch.equal(loaded.layers[index].k_metric, layer.k_metric)  # type: ignore[arg-type]
+    assert loaded.config == rotations.config and loaded.digest() == rotations.digest()
+    rotations.layers[3] = replace(rotations.layers[3], k_metric=None)
+    assert rotations.digest() != loaded.digest()
+    with pytest.raises(ValueError, match=r"k_search=3 needs a k_metric .* none in layers \[3\].*recipe 'search'"):
+        rotations.save_pretrained(tmp_path)
+    rotations.check_settings(OscarConfig("search", k_search=0))
+    rotations.layers[3] = replace(rotations.layers[3], bits=16)
+    rotations.validate()
 
 
 def test_save_and_load_round_trip(tmp_path: Path) -> None:

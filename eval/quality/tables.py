@@ -76,6 +76,23 @@ def tried(rows: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def search_steps(results: dict[str, Any]) -> str:
+    """How recipe `search` was found, axis by axis on the tuning texts, and what came of it on others."""
+    lines = [["axis", "change", "KL, essays", "KL, wikitext", "needle loss", "objective", ""], ["---"] * 7]
+    for row in results["rows"]:
+        figures = [f"{row[name]:.4f}" for name in ("kl_essays", "kl_wikitext")] + [f"{row['needle_nll']:.2f}"]
+        lines.append([row["axis"], row["what"], *figures, f"{row['loss']:.4f}", "kept" if row["kept"] else ""])
+    tuning = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [["", "KL", "perplexity", "needle", "needle loss", "KL at 7,000"], ["---"] * 6]
+    for row in results["scored"]:
+        long = "" if row["kl_7000"] is None else f"{row['kl_7000']:.3f}"
+        needle = f"{row['needle']} of {row['trials']}"
+        lines.append(
+            [row["what"], f"{row['kl']:.4f}", f"{row['perplexity']:.2f}", needle, str(row["needle_nll"]), long]
+        )
+    return tuning + "\n\nOn other texts:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def _measured(row: dict[str, Any]) -> list[str]:
     results = json.loads((RESULTS / f"{row['file']}.json").read_text(encoding="utf-8"))
     found = {r["task"]: r for r in results["rows"] if (r["cache"], r["length"]) == (row["cache"], row["length"])}

@@ -201,7 +201,7 @@ def random_rotations(model: PreTrainedModel) -> RotationSet:
         )
 
     layers = {index: layer() for index in sorted(cache_layers(model.config)[1])}
-    config = OscarConfig(recipe.name, k_clip=recipe.k_clip, v_clip=recipe.v_clip, scale_rule=recipe.scale_rule)
+    config = OscarConfig.of(recipe)
     return RotationSet(layers, config, architecture=facts)
 
 

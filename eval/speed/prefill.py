@@ -84,7 +84,7 @@ def measure_model(results: Results, shape: str, length: int, repeats: int, kinds
 def measure_write(results: Results, length: int, heads: int, size: int) -> None:
     """Storing the keys and values of one layer: our kernels, plain torch's quantising, a copy of the same bytes."""
     recipe = get_recipe("balanced")
-    config = OscarConfig(recipe.name, k_clip=recipe.k_clip, v_clip=recipe.v_clip, scale_rule=recipe.scale_rule)
+    config = OscarConfig.of(recipe)
     keys, values = (  # as projections leave them
         torch.randn(1, length, heads, size, dtype=torch.bfloat16, device=DEVICE).transpose(1, 2) for _ in range(2)
     )

@@ -3,7 +3,7 @@
 `reference` and `reference_write` are the definitions, and the path on the CPU.
 """
 
-from .dispatch import attend_history, attend_prefixes, available, quantize_into, step, write_chunk
+from .dispatch import attend_history, attend_prefixes, available, quantize_into, search_into, step, write_chunk
 from .reference import attend_blocks, exact_attention
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "available",
     "exact_attention",
     "quantize_into",
+    "search_into",
     "step",
     "write_chunk",
 ]

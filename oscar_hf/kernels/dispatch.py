@@ -11,7 +11,12 @@ from torch import Tensor
 from ..sharing import Prefix
 from . import reference
 from .launch import LOG2E, dependent_launches
-from .reference_write import quantize_into_reference, rotate_and_append_reference
+from .reference_write import (
+    quantize_into_reference,
+    rotate_and_append_reference,
+    search_into_reference,
+    search_step_reference,
+)
 
 try:
     from . import append, attend, decode, merge
@@ -33,6 +38,21 @@ def quantize_into(rows: Tensor, codes: Tensor, affine: Tensor, *, clip: float, s
     """Quantise rows [b, H_kv, n, D] into codes [b, H_kv, n, D/4] and affine [b, H_kv, n, groups, 2]."""
     write = writing.quantize_into if available(rows) else quantize_into_reference
     write(rows, codes, affine, 0, clip=clip, scale_rule=scale_rule)
+
+
+def search_into(
+    rows: Tensor,
+    metric: Tensor,
+    factor: Tensor,
+    codes: Tensor,
+    affine: Tensor,
+    *,
+    clip: float,
+    sweeps: int,
+    stretch: float,
+) -> None:
+    """`quantize_into` by search in a metric [H_kv, D, D] or [D, D], with its factor (`search.Metric`)."""
+    search_into_reference(rows, metric, factor, codes, affine, clip=clip, sweeps=sweeps, stretch=stretch)
 
 
 def write_chunk(
@@ -224,6 +244,10 @@ def step(
     k_clip: float,
     v_clip: float,
     scale_rule: str,
+    k_metric: Tensor | None = None,
+    k_factor: Tensor | None = None,
+    k_search: int = 0,
+    k_stretch: float = 1.0,
     partial: Tensor | None = None,
     stats: Tensor | None = None,
 ) -> Tensor:
@@ -254,6 +278,10 @@ def step(
         k_clip: as in OscarConfig; `v_clip` and `scale_rule` too.
         v_clip: as k_clip.
         scale_rule: as k_clip.
+        k_metric: float32 [D, D] or [H_kv, D, D]: search the codes of keys in it; None: round each channel by itself.
+        k_factor: the metric's (`search.Metric`).
+        k_search: as in OscarConfig; `k_stretch` too.
+        k_stretch: as k_search.
         partial: what `attend_prefixes` gave for these queries, or None; on a GPU.
         stats: the same.
 
@@ -296,6 +324,22 @@ def step(
         scale_rule=scale_rule,
         **({"launch_pdl": pdl} if on_gpu else {}),
     )
+    if k_metric is not None and k_factor is not None:  # in place of what the step has just rounded
+        search_step_reference(
+            recent_keys,
+            k_metric,
+            k_factor,
+            k_codes,
+            k_affine,
+            lengths,
+            floors,
+            n=key.shape[2],
+            sinks=sink_keys.shape[2],
+            recent=recent_tokens,
+            clip=k_clip,
+            sweeps=k_search,
+            stretch=k_stretch,
+        )
     settings: dict[str, Any] = {"queries": queries, "recent_tokens": recent_tokens, "softcap": softcap}
     if not on_gpu:
         result = reference.attend_step(

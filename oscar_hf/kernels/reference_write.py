@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..quantization import quantize
+from ..search import Metric
 
 
 def _rotated(x: Tensor, mean: Tensor | None, rotation: Tensor | None) -> Tensor:
@@ -43,6 +44,56 @@ def quantize_into_reference(
     stored = quantize(rows, clip=clip, group_size=size, scale_rule=scale_rule, scale_dtype=affine.dtype)
     codes[..., start : start + rows.shape[-2], :] = stored.codes
     affine[..., start : start + rows.shape[-2], :, :] = stored.affine
+
+
+def search_into_reference(
+    rows: Tensor,
+    metric: Tensor,
+    factor: Tensor,
+    codes: Tensor,
+    affine: Tensor,
+    start: int = 0,
+    *,
+    clip: float,
+    sweeps: int,
+    stretch: float,
+) -> None:
+    """`quantize_into_reference` by search in the metric [H, D, D] or [D, D], whose `Metric.factor` is `factor`."""
+    rows = rows[..., : max(0, codes.shape[-2] - start), :]
+    if not rows.numel():
+        return
+    stored = quantize(
+        rows, clip=clip, scale_dtype=affine.dtype, metric=Metric(metric, factor), sweeps=sweeps, stretch=stretch
+    )
+    codes[..., start : start + rows.shape[-2], :] = stored.codes
+    affine[..., start : start + rows.shape[-2], :, :] = stored.affine
+
+
+def search_step_reference(
+    ring: Tensor,
+    metric: Tensor,
+    factor: Tensor,
+    codes: Tensor,
+    affine: Tensor,
+    lengths: Tensor,
+    floors: Tensor,
+    *,
+    n: int,
+    sinks: int,
+    recent: int,
+    clip: float,
+    sweeps: int,
+    stretch: float,
+) -> None:
+    """Quantise by search the keys that leave the ring [B, H, R, D] when `n` tokens come to rows of `lengths` tokens;
+    the ring holds them before and after, since it has `n` spare slots."""
+    for row, (length, floor) in enumerate(zip(lengths.tolist(), floors.tolist(), strict=True)):
+        first, last = (max(floor, tokens - sinks - recent, 0) for tokens in (length, length + n))
+        places = torch.arange(sinks + first, sinks + last, device=ring.device) % ring.shape[2]
+        leaving = ring[row][:, places]
+        search_into_reference(
+            leaving, metric, factor, codes[row], affine[row], first, clip=clip, sweeps=sweeps, stretch=stretch
+        )
 
 
 def write_chunk_reference(
