@@ -121,7 +121,7 @@ RECIPES: dict[str, Recipe] = {
             history_weighted=True,
             k_clip=0.92,
             scale_rule="inner_product",
-            k_search=3,
+            k_search=1,
             k_stretch=1.2,
         ),
     )

@@ -126,9 +126,9 @@ def test_settings_from_before_the_search_do_not_search() -> None:
 
 def test_a_search_takes_one_group_a_head() -> None:
     config = OscarConfig("search")
-    assert (config.k_search, config.k_stretch, config.searches) == (3, 1.2, True)
+    assert (config.k_search, config.k_stretch, config.searches) == (1, 1.2, True)
     assert config.groups(64) == config.replace(group_size=64).groups(64) == 1
-    with pytest.raises(ValueError, match="k_search=3 needs one group per head, but group_size=32 and head_dim=64"):
+    with pytest.raises(ValueError, match="k_search=1 needs one group per head, but group_size=32 and head_dim=64"):
         config.replace(group_size=32).groups(64)
     assert config.replace(group_size=32, k_search=0).groups(64) == 2
     assert not config.exact().searches and not config.exact(100).searches

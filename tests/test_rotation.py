@@ -486,7 +486,7 @@ def test_a_search_needs_a_metric_in_each_layer_of_two_bits(tmp_path: Path) -> No
     assert loaded.config == rotations.config and loaded.digest() == rotations.digest()
     rotations.layers[3] = replace(rotations.layers[3], k_metric=None)
     assert rotations.digest() != loaded.digest()
-    with pytest.raises(ValueError, match=r"k_search=3 needs a k_metric .* none in layers \[3\].*recipe 'search'"):
+    with pytest.raises(ValueError, match=r"k_search=1 needs a k_metric .* none in layers \[3\].*recipe 'search'"):
         rotations.save_pretrained(tmp_path)
     rotations.check_settings(OscarConfig("search", k_search=0))
     rotations.layers[3] = replace(rotations.layers[3], bits=16)

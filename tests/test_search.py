@@ -258,7 +258,7 @@ def test_a_layer_searches_its_keys_and_only_them(chunks: list[int], max_cache_le
     transform, rows = layer.transform, slice(SMALL.sink_tokens, 60 - SMALL.recent_tokens)
     matrices = Metric.of(transform.rotation.k_metric)  # type: ignore[arg-type]
     keys, values = transform.keys(states[1]), transform.values(states[2])
-    expected = quantize(keys[:, :, rows], clip=0.92, metric=matrices, sweeps=3, stretch=1.2)
+    expected = quantize(keys[:, :, rows], clip=0.92, metric=matrices, sweeps=1, stretch=1.2)
     plain = quantize(values[:, :, rows], clip=0.92, scale_rule="inner_product")
     for row in range(2):
         held, held_values = history(layer, row)
@@ -294,7 +294,7 @@ def test_settings_are_refused_before_anything_changes() -> None:
     before = [parameter.clone() for parameter in model.parameters()]
     for rotations, settings, message in (
         (plain, config, r"k_metric in every layer.*\[0, 1, 2\].*calibrate with recipe 'search', or set k_search=0"),
-        (searching, config.replace(group_size=8), "k_search=3 needs one group per head, but group_size=8"),
+        (searching, config.replace(group_size=8), "k_search=1 needs one group per head, but group_size=8"),
     ):
         with pytest.raises(ValueError, match=message):
             patch_model(model, rotations, settings)

@@ -100,7 +100,7 @@ def _append_kernel(
     K_KEEP: tl.constexpr, V_KEEP: tl.constexpr, INNER: tl.constexpr, LIMIT: tl.constexpr, SINKS: tl.constexpr,
     RING: tl.constexpr, RECENT: tl.constexpr, MEAN: tl.constexpr, Q_ROTATED: tl.constexpr, K_ROTATED: tl.constexpr,
     V_ROTATED: tl.constexpr, BLOCK: tl.constexpr, Q_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PACKED: tl.constexpr, WAIT: tl.constexpr,
+    PACKED: tl.constexpr, WAIT: tl.constexpr, FLUSH_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Program task, KV head, row. Tasks: history of keys, of values; then blocks of queries, keys and values."""
     task, head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -118,11 +118,12 @@ def _append_kernel(
         last = tl.maximum(floor, tl.maximum(length + n - SINKS - RECENT, 0))
         if first < last:
             if task == 0:
-                _flush_rows(
-                    ring_keys, k_codes + row * k_codes_batch + head * k_codes_head,
-                    k_affine + row * k_affine_batch + head * k_affine_head, first, last, capacity,
-                    D, QUARTER, GROUPS, K_KEEP, INNER, LIMIT, SINKS, RING, BLOCK, PACKED,
-                )  # fmt: skip
+                if FLUSH_KEYS:
+                    _flush_rows(
+                        ring_keys, k_codes + row * k_codes_batch + head * k_codes_head,
+                        k_affine + row * k_affine_batch + head * k_affine_head, first, last, capacity,
+                        D, QUARTER, GROUPS, K_KEEP, INNER, LIMIT, SINKS, RING, BLOCK, PACKED,
+                    )  # fmt: skip
             else:
                 _flush_rows(
                     ring_values, v_codes + row * v_codes_batch + head * v_codes_head,
@@ -188,6 +189,7 @@ def rotate_and_append(
     k_clip: float,
     v_clip: float,
     scale_rule: str,
+    flush_keys: bool = True,
     launch_pdl: bool = False,
 ) -> Tensor:
     """What a decoding step does before attention, in one launch for all rows, whatever their lengths.
@@ -209,6 +211,7 @@ def rotate_and_append(
         recent: tokens of the window that queries see unquantised.
         scaling: factor on the logits.
         k_clip, v_clip, scale_rule: as in `quantize`.
+        flush_keys: whether keys that leave the window are quantised here; no: `search.search_step` has done it.
         launch_pdl: programmatic dependent launch (compute capability 9 or newer).
 
     Returns:
@@ -236,6 +239,6 @@ def rotate_and_append(
             SINKS=sink_keys.shape[2], RING=recent_keys.shape[2], RECENT=recent, MEAN=k_mean is not None,
             Q_ROTATED=q_rotation is not None, K_ROTATED=k_rotation is not None, V_ROTATED=v_rotation is not None,
             BLOCK=triton.next_power_of_2(n), Q_ROWS=q_rows, ROWS=rows, COLUMNS=columns, PACKED=packs(query),
-            WAIT=launch_pdl, num_warps=4, **dependent_launch(launch_pdl),
+            WAIT=launch_pdl, FLUSH_KEYS=flush_keys, num_warps=4, **dependent_launch(launch_pdl),
         )  # fmt: skip
     return q_buf

@@ -19,7 +19,7 @@ from .reference_write import (
 )
 
 try:
-    from . import append, attend, decode, merge
+    from . import append, attend, decode, merge, search
     from . import write as writing
 
     HAS_TRITON = True
@@ -52,7 +52,8 @@ def search_into(
     stretch: float,
 ) -> None:
     """`quantize_into` by search in a metric [H_kv, D, D] or [D, D], with its factor (`search.Metric`)."""
-    search_into_reference(rows, metric, factor, codes, affine, clip=clip, sweeps=sweeps, stretch=stretch)
+    write = search.search_into if available(rows) else search_into_reference
+    write(rows, metric, factor, codes, affine, clip=clip, sweeps=sweeps, stretch=stretch)
 
 
 def write_chunk(
@@ -322,10 +323,12 @@ def step(
         k_clip=k_clip,
         v_clip=v_clip,
         scale_rule=scale_rule,
+        flush_keys=k_metric is None,
         **({"launch_pdl": pdl} if on_gpu else {}),
     )
-    if k_metric is not None and k_factor is not None:  # in place of what the step has just rounded
-        search_step_reference(
+    if k_metric is not None and k_factor is not None:
+        search_step = search.search_step if on_gpu else search_step_reference
+        search_step(
             recent_keys,
             k_metric,
             k_factor,

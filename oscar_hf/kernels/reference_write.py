@@ -154,6 +154,7 @@ def rotate_and_append_reference(
     k_clip: float,
     v_clip: float,
     scale_rule: str,
+    flush_keys: bool = True,
     launch_pdl: bool = False,
 ) -> Tensor:
     """`rotate_and_append` in plain torch; `launch_pdl` means nothing here."""
@@ -169,8 +170,9 @@ def rotate_and_append_reference(
         for row, (length, floor) in enumerate(zip(lengths.tolist(), floors.tolist(), strict=True)):
             first, last = (max(floor, tokens - sinks - recent, 0) for tokens in (length, length + n))
             places = torch.arange(sinks + first, sinks + last, device=key.device) % slots
-            quantize_into_reference(
-                ring[row][:, places], codes[row], affine[row], first, clip=clip, scale_rule=scale_rule
-            )
+            if flush_keys or x is not key:
+                quantize_into_reference(
+                    ring[row][:, places], codes[row], affine[row], first, clip=clip, scale_rule=scale_rule
+                )
             _store_windows(rows[row], sink[row], ring[row], length)
     return queries.contiguous()
