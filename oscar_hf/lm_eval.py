@@ -76,6 +76,11 @@ class OscarLM(HFLM):
         OscarConfig(**settings)
         kwargs.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(pretrained, **kwargs)
+        processes = getattr(self, "accelerator", None)
+        if (
+            processes is not None and processes.num_processes > self.world_size
+        ):  # the harness shares work over GPUs only
+            self._rank, self._world_size = processes.process_index, processes.num_processes
         self.cache, self.chunk_tokens, self.max_cache_len = cache, chunk_tokens, max_cache_len
         self.config_of_cache: OscarConfig | None = None
         if cache == "oscar":

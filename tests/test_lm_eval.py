@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +28,7 @@ from oscar_hf.lm_eval import OscarLM
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
+ROOT = Path(__file__).parents[1]
 WINDOWS: dict[str, Any] = {"sink_tokens": 4, "recent_tokens": 8}
 STORY = "The tide came in at noon, and the boats that had lain on the mud since dawn began to lift, one by one."
 CONTEXTS = [STORY, STORY[:70], f"{STORY} {STORY}", STORY[20:]]
@@ -237,6 +240,31 @@ def test_command_line(checkpoint: SimpleNamespace, chat: bool, monkeypatch: pyte
                 got = [float(score) for ((score, _),) in row["resps"]]
                 assert got == pytest.approx([float(score) for ((score, _),) in saved], abs=1e-3)
         assert not chat or rows[0]["arguments"][0][0].startswith("<user>")
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_scores_of_one(checkpoint: SimpleNamespace) -> None:
+    """Each takes half of the documents; `torchrun` and `accelerate launch` set the same environment."""
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    logs = {}
+    for name, launch in (
+        ("one", []),
+        ("two", ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]),
+    ):
+        line = [sys.executable, "-m", *launch, "oscar_hf.lm_eval", *command(checkpoint, name)]
+        done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        logs[name] = done.stdout + done.stderr
+    assert "Building contexts for local_choice on rank 1" in logs["two"]
+    assert "on rank 1" not in logs["one"]
+    (one, responses), (two, others) = (read(checkpoint.folder / name) for name in ("one", "two"))
+    assert responses == others
+    assert {task: row["alias"] for task, row in one["results"].items()} == {
+        task: row["alias"] for task, row in two["results"].items()
+    }
+    for task, row in one["results"].items():
+        for metric in ("acc,none", "exact_match,none"):
+            assert two["results"][task].get(metric) == row.get(metric)
 
 
 def test_the_model_is_ours_unless_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
