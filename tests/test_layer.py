@@ -410,7 +410,7 @@ class TestRefusals:
             make_layer().offload()
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_kernels_in_a_layer(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     if torch.cuda.is_available():

@@ -212,7 +212,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     return results, samples
 
 
-@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("chat", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_command_line(checkpoint: SimpleNamespace, chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = command(checkpoint, "out", "--batch_size", "2", *(["--apply_chat_template"] if chat else []))
     monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments])

@@ -58,7 +58,7 @@ def torchrun(count: int, *arguments: object) -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_together_equal_one_process(tmp_path: Path, ranks: int) -> None:
     folders = {
         "qwen2": tmp_path / "colwise",
