@@ -70,6 +70,19 @@ def facts() -> str:
     return "\n".join([*lines, "", f"{source(sets[0])}; {other}."])
 
 
+def plan() -> str:
+    """What a plan said and what was allocated, at most, in one shape."""
+    results = load("scale-plan")
+    lines = ["| cache | rows x tokens | | planned, GB | measured, GB | |", "|---|---|---|---|---|---|"]
+    for row in (row for row in results["rows"] if row["part"] == "cache"):
+        for name, what in (("prefill", f"prefill by {results['chunk']:,}"), ("decode", "decode")):
+            figures = [f"{value / 1e9:.2f}" for value in (row["planned"][name], row[f"{name}_peak"])]
+            figures.append(f"{row[f'{name}_error']:+.1%}")
+            shape = f"{row['batch']} x {row['context']:,}"
+            lines.append(f"| {row['kind']} | {shape} | {what} | {' | '.join(figures)} |")
+    return "\n".join([*lines, "", source(results) + "."])
+
+
 def speed(make: Callable[[dict[str, Any]], str], *parts: str) -> Callable[[], str]:
     """A table of `eval.speed` with its sources; of what several files measured, the last one's figure stands."""
 
@@ -90,6 +103,7 @@ TABLES = {
     "speed-decode": speed(speed_tables.decode, "decode-8b", "decode-tuned", "decode-tuned-32k"),
     "speed-throughput": speed(speed_tables.throughput, "throughput"),
     "speed-prefill": speed(speed_tables.prefill, "prefill"),
+    "plan": plan,
 }
 
 

@@ -34,7 +34,7 @@ class Results:
 
     def __init__(self, path: Path, **header: Any):
         self.path, self.start = path, time.perf_counter()
-        command = " ".join([f"python -m eval.scale.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+        command = " ".join([f"python -m eval.scale.{Path(sys.argv[0]).stem}", *(Path(a).name for a in sys.argv[1:])])
         self.content: dict[str, Any] = {"command": command, "machine": machine(), **header, "rows": []}
 
     @property
