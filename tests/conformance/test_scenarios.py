@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,9 @@ REFUSALS: dict[str, dict[str, str]] = {
         **dict.fromkeys(SLIDING, "without max_cache_len"),
     },
 }
+# Every run of the tests covers some scenarios of every family, and all of one family of each kind; the rest is slow.
+QUICK = ("patch and unpatch", "chunks and steps", "left padding", "greedy")
+WHOLE = ("llama", "gemma3_text", "gpt_oss", "qwen3_next")
 REFUSALS["crop past a sliding window"] |= dict.fromkeys(SLIDING, "not enough without the newest 4")
 
 
@@ -42,8 +46,15 @@ def tell(record_property: Callable[[str, str], None]) -> Callable[..., None]:
     return note
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("family", FAMILIES)
+def cells() -> Iterator[Any]:
+    """Every family and scenario, those of a long run marked."""
+    for family in FAMILIES:
+        for scenario in SCENARIOS:
+            quick = scenario in QUICK or (family in WHOLE and (family == "llama" or scenario != "compiled steps"))
+            yield pytest.param(family, scenario, marks=[] if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("family", "scenario"), cells())
 def test_scenario(family: str, scenario: str, tmp_path: Path, tell: Callable[..., None]) -> None:
     function, words = SCENARIOS[scenario], REFUSALS.get(scenario, {}).get(family)
     given = [tmp_path] if "folder" in inspect.signature(function).parameters else []
