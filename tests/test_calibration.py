@@ -276,7 +276,7 @@ def test_sequences_without_a_history_are_weighed_alike(model: PreTrainedModel, d
         assert layer.k_mean is not None
         assert_close(layer.k_mean, np.stack([direct[index].rows(1, head).mean(0) for head in range(KV_HEADS)]))
     assert rotations.config == OscarConfig("search")
-    assert rotations.config.k_search == 3 and rotations.config.k_stretch == 1.2
+    assert rotations.config.k_search == 1 and rotations.config.k_stretch == 1.2
 
 
 def test_a_key_mean_does_not_change_softmax(model: PreTrainedModel, direct: dict[int, Direct]) -> None:

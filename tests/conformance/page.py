@@ -35,7 +35,7 @@ def read(paths: list[Path]) -> tuple[dict, dict, list[str]]:
         ValueError: a cell that did not pass.
     """
     cells: dict[tuple[str, str], dict[str, str | None]] = defaultdict(dict)
-    about: dict[str, str] = {}
+    about: dict[tuple[int, str], str] = {}
     for path in paths:
         for case in ElementTree.parse(path).iter("testcase"):
             facts = {entry.get("name"): entry.get("value", "") for entry in case.iter("property")}
@@ -44,12 +44,12 @@ def read(paths: list[Path]) -> tuple[dict, dict, list[str]]:
             bad = any(case.find(tag) is not None for tag in ("failure", "error", "skipped"))
             outcome = None if bad else facts.get("refused", "")
             cells[facts["family"], facts["scenario"]][facts["transformers"]] = outcome
-            about[facts["scenario"]] = facts["about"]
+            about[int(facts["number"]), facts["scenario"]] = facts["about"]
     failed = [f"{' / '.join(key)} on {v}" for key, cell in cells.items() for v in cell if cell[v] is None]
     if failed:
         raise ValueError(f"The page is of suites that passed, not of: {'; '.join(failed)}")
     versions = sorted({version for cell in cells.values() for version in cell})
-    return cells, about, versions
+    return cells, {name: about[number, name] for number, name in sorted(about)}, versions
 
 
 def render(cells: dict, about: dict[str, str], versions: list[str]) -> str:

@@ -58,7 +58,8 @@ def cells() -> Iterator[Any]:
 def test_scenario(family: str, scenario: str, tmp_path: Path, tell: Callable[..., None]) -> None:
     function, words = SCENARIOS[scenario], REFUSALS.get(scenario, {}).get(family)
     given = [tmp_path] if "folder" in inspect.signature(function).parameters else []
-    tell(family=family, scenario=scenario, about=inspect.getdoc(function) or "")
+    number = str(list(SCENARIOS).index(scenario) + 1)  # processes that share the tests write them in any order
+    tell(family=family, scenario=scenario, number=number, about=inspect.getdoc(function) or "")
     if words is None:
         return function(make_case(family), *given)
     with pytest.raises((ValueError, RuntimeError, NotImplementedError), match=words) as refusal:
@@ -83,7 +84,7 @@ def test_refused_by_name(label: str, tell: Callable[..., None]) -> None:
             attempt()
     assert set(vars(model)) == attributes and model.config.to_dict() == settings
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    tell(family=label, scenario="refused by name", about="", refused=str(refusal.value))
+    tell(family=label, scenario="refused by name", number="0", about="", refused=str(refusal.value))
 
 
 def test_the_page_is_of_this_suite() -> None:
@@ -106,7 +107,7 @@ def result(file: Path, version: str, outcomes: dict[tuple[str, str], str | None]
     """What pytest --junitxml leaves; an outcome of None is a failure."""
     cases = []
     for (family, scenario), outcome in outcomes.items():
-        facts = {"family": family, "scenario": scenario, "about": "What.", "transformers": version}
+        facts = {"family": family, "scenario": scenario, "number": "1", "about": "What.", "transformers": version}
         facts |= {"refused": outcome} if outcome else {}
         entries = "".join(f'<property name="{name}" value="{value}"/>' for name, value in facts.items())
         failure = "<failure/>" if outcome is None else ""
