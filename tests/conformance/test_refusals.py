@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_patch import generate, logits, relative_error, rotations_for, tokens
 from tiny import tiny_model
+from transformers import GenerationConfig
 
 from oscar_hf import OscarConfig, OscarQuantizedCache, patch_model, unpatch_model
 from oscar_hf._compat import check_crop
@@ -111,3 +112,15 @@ def test_fixed_sliding_windows_take_back_until_they_are_full(seen: int, remove: 
     else:
         with pytest.raises(ValueError, match=f"keeps 32 of {seen}"):
             check_crop(layer, seen, remove)
+
+
+def test_continuous_batching() -> None:
+    """It has a paged cache of its own; refused by transformers, and the patched model is as it was."""
+    model = tiny_model("llama")
+    patch_model(model, rotations_for(model))
+    prompt = tokens(1, 20)
+    before = generate(model, prompt)
+    settings = GenerationConfig(max_new_tokens=4, eos_token_id=1, pad_token_id=0)
+    with pytest.raises(ValueError, match="oscar"):
+        model.generate_batch([[3, 4, 5], [6, 7]], generation_config=settings, progress_bar=False)
+    assert torch.equal(generate(model, prompt), before)
