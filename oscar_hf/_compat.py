@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
-from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin, StaticLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin, StaticLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -99,9 +99,11 @@ def check_crop(layer: Any, seen: int, remove: int) -> None:
         return
     advice = "Copy the cache before such tokens (copy.deepcopy), or reset() it and give it the shorter text."
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        if not (layer.is_croppable and layer.record_past):
+        kept = _states_kept(layer)
+        if kept < remove:
+            limit = f"no more than {kept}" if kept else "none"
             raise ValueError(
-                f"Linear-attention layers hold one state for all tokens, and none can be removed. {advice}"
+                f"Linear-attention layers hold one state for all tokens, and {limit} can be removed. {advice}"
             )
         return
     if isinstance(layer, StaticLayer):
@@ -115,6 +117,17 @@ def check_crop(layer: Any, seen: int, remove: int) -> None:
         )
 
 
+def _states_kept(layer: LinearAttentionCacheLayerMixin) -> int:
+    """How many tokens back a linear layer's recorded states reach; 0 before transformers 5.25."""
+    if not (layer.is_croppable and layer.record_past and all(layer.has_previous_state.values())):
+        return 0
+    reach = [layer.conv_states[i].shape[-1] - size for i, size in layer.conv_kernel_size.items()]
+    used = [i for i, there in layer.is_recurrent_states_initialized.items() if there]
+    # the oldest state may be of before a whole forward: `recorded_states`
+    reach += [min(len(layer.recurrent_states_history[i]), layer.recurrent_states_to_keep - 1) for i in used]
+    return max(0, min(reach))
+
+
 def crop_layer(layer: Any, remove: int) -> None:
     """Take the newest tokens back from a stock layer that `check_crop` has let pass."""
     if isinstance(layer, StaticLayer) and not hasattr(layer, "crop"):  # transformers 5.17
@@ -122,6 +135,25 @@ def crop_layer(layer: Any, remove: int) -> None:
         layer.cumulative_length_int -= remove
     elif remove or getattr(layer, "record_past", False):
         layer.crop(-remove)
+
+
+def recorded_states(recurrent_states_to_keep: int | None = None) -> dict[str, int]:
+    """What `activate_past_recording` of stock layers is to be given: nothing before transformers 5.25.
+
+    That counts the states after a forward's newest tokens, and lets the one before the whole forward stand in for the
+    state before the oldest of them: all candidates refused, its own caches go on from the wrong state. One more state
+    mends it.
+    """
+    if not hasattr(Cache, "get_recurrent_states_to_keep"):
+        return {}
+    return {"recurrent_states_to_keep": (recurrent_states_to_keep or 0) + 1}
+
+
+def recording(layer: Any) -> dict[str, Any] | None:
+    """What `activate_past_recording` was given on this layer; None if it records nothing."""
+    if not getattr(layer, "record_past", False):
+        return None
+    return {name: vars(layer)[name] for name in ("recurrent_states_to_keep",) if name in vars(layer)}
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -191,7 +223,7 @@ def wrap_cache_preparation(
         if cache is not None and model_kwargs.get(name) is None:
             model_kwargs[name] = cache
             if getattr(generation_config, "is_assistant", False):
-                cache.activate_past_recording()
+                cache.activate_past_recording(recurrent_states_to_keep=generation_config.num_assistant_tokens)
         return type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kw)
 
     model._prepare_cache_for_generation = MethodType(wrapped, model)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticSlidingWindowLayer
 
 from . import attention as _attention  # noqa: F401  (registers "oscar")
 from ._compat import (
@@ -19,6 +19,8 @@ from ._compat import (
     cache_layers,
     check_crop,
     crop_layer,
+    recorded_states,
+    recording,
     text_config,
     unwrap_cache_preparation,
     wrap_cache_preparation,
@@ -133,6 +135,10 @@ class OscarQuantizedCache(Cache):
         self._renew(conv_states.shape[0])
         return super().update_conv_state(conv_states, *args, **kwargs)
 
+    def activate_past_recording(self, recurrent_states_to_keep: int | None = None) -> None:
+        """Let stock layers keep what is needed to take their newest tokens back; `generate` calls it to speculate."""
+        super().activate_past_recording(**recorded_states(recurrent_states_to_keep))
+
     def reset(self) -> None:
         """Forget everything. The next prompts use the same storage, or, if of another batch size, their own."""
         super().reset()
@@ -160,8 +166,8 @@ class OscarQuantizedCache(Cache):
         for index, (old, new) in enumerate(zip(self.layers, layers, strict=True)):
             if not isinstance(old, OscarLayer):
                 self.layers[index] = new
-                if getattr(old, "record_past", False):
-                    new.activate_past_recording()
+                if (recorded := recording(old)) is not None:
+                    new.activate_past_recording(**recorded)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the newest `-tokens_to_remove` tokens; a positive number is the length to keep (old meaning).
@@ -401,7 +407,7 @@ def _prepare_cache(
     if isinstance(cache, OscarQuantizedCache):
         if cache.unbound:
             cache.bind(model)
-        if assisted and cache.oscar_layers[0].fixed and len(cache.oscar_layers) < len(cache.layers):
+        if assisted and any(isinstance(layer, StaticSlidingWindowLayer) for layer in cache.layers):
             raise ValueError(
                 "With an assistant or prompt lookup tokens are taken back, which the sliding-window layers of fixed "
                 "storage cannot; make the cache without max_cache_len."
