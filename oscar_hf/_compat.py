@@ -177,19 +177,34 @@ def set_attention(model: PreTrainedModel, implementation: str) -> str:
     return previous
 
 
-def parallel_arguments() -> dict[str, Any]:
-    """What makes `from_pretrained` split a model by its tensor-parallel plan."""
+def parallel_arguments(config: PreTrainedConfig, size: int) -> dict[str, Any]:
+    """What makes `from_pretrained` split a model by its plans over `size` processes."""
     try:
         from transformers.distributed import DistributedConfig
 
-        return {"distributed_config": DistributedConfig(tp_plan="auto")}
+        experts = {"ep_size": size} if experts_apart(config) else {}
+        return {"distributed_config": DistributedConfig(tp_plan="auto", **experts)}
     except (ImportError, TypeError):  # there since 5.11; before, it had other fields
         return {"tp_plan": "auto"}
 
 
+def experts_apart(config: PreTrainedConfig) -> bool:
+    """Whether experts are dealt out whole, by a plan of their own; before transformers 5.25 each was cut."""
+    tensor, expert = (getattr(config, f"base_model_{kind}_plan", None) or {} for kind in ("tp", "ep"))
+    return any("experts" in name.split(".") for name in expert.keys() - tensor.keys()) and not any(
+        "experts" in name.split(".") for name in tensor
+    )
+
+
+def parallel_plan(model: PreTrainedModel) -> dict[str, str]:
+    """What `parallel_arguments` splits, and how; layers are numbered `*`."""
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    return plan | (model.ep_plan if experts_apart(text_config(model)) else {})
+
+
 def parallel_style(model: PreTrainedModel, module: str) -> str | None:
     """How the tensor-parallel plan splits the module of that name."""
-    return (getattr(model, "tp_plan", None) or {}).get(re.sub(r"\.\d+(?=\.|$)", ".*", module))
+    return parallel_plan(model).get(re.sub(r"\.\d+(?=\.|$)", ".*", module))
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

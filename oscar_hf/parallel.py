@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ._compat import architecture, parallel_arguments, parallel_style, text_config
+from ._compat import architecture, experts_apart, parallel_arguments, parallel_style, text_config
 
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -28,12 +28,12 @@ def tensor_parallel(model: str | PreTrainedConfig, size: int | None = None) -> d
         dict: `distributed_config`, or `tp_plan` in older transformers; empty for one process.
 
     Raises:
-        ValueError: the model has no plan, or heads that cannot be split evenly; nothing has been loaded.
+        ValueError: the model has no plan, or heads or experts that cannot be split evenly; nothing has been loaded.
 
     Example:
         >>> model = AutoModelForCausalLM.from_pretrained(name, **tensor_parallel(name))
     """
-    from .shape import read_config
+    from .shape import experts, read_config
 
     config = text_config(read_config(model))
     size = int(os.environ.get("WORLD_SIZE", "1")) if size is None else size
@@ -43,15 +43,17 @@ def tensor_parallel(model: str | PreTrainedConfig, size: int | None = None) -> d
     if not plan:
         raise ValueError(f"{config.model_type} has no tensor-parallel plan in transformers; use device_map instead.")
     facts = architecture(config)
-    heads = {name: facts[name] for name in ("num_attention_heads", "num_key_value_heads")}
-    odd = [f"{name}={count}" for name, count in heads.items() if count % size]
+    counts = {name: facts[name] for name in ("num_attention_heads", "num_key_value_heads")}
+    if experts_apart(config):
+        counts["experts"] = experts(config)[0]
+    odd = [f"{name}={count}" for name, count in counts.items() if count % size]
     if odd:
-        most = max(n for n in range(1, size) if not any(count % n for count in heads.values()))
+        most = max(n for n in range(1, size) if not any(count % n for count in counts.values()))
         raise ValueError(
             f"{config.model_type} with {' and '.join(odd)} cannot be split over {size} processes, each with "
-            f"whole heads. Start {most}{' (no split)' if most == 1 else ''}, or use device_map."
+            f"whole heads and experts. Start {most}{' (no split)' if most == 1 else ''}, or use device_map."
         )
-    return parallel_arguments()
+    return parallel_arguments(config, size)
 
 
 def local(tensor: Tensor) -> Tensor:

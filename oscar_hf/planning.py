@@ -321,7 +321,8 @@ class _Reckoning:
     def _stock_layer(self, layer: LayerShape, batch: int, context: int, chunk: int) -> tuple[dict[str, int], int]:
         """The same of a layer of transformers' own."""
         if layer.kind == "linear":
-            return {"other": batch * layer.state}, batch * layer.state
+            held = batch * layer.state + layer.counters
+            return {"other": held}, held
         total = context + self.new_tokens
         row = 2 * batch * layer.heads * layer.head_dim * self.shape.dtype.itemsize
         if layer.kind == "full":

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from ._compat import cache_argument, cache_layers, text_config
+from ._compat import cache_argument, cache_layers, parallel_plan, text_config
 from .memory import tensors_in
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -29,6 +29,7 @@ class LayerShape:
         head_dim: channels of a head.
         window: tokens of a sliding window.
         state: bytes a row of a linear layer's states.
+        counters: bytes of its counters, whatever the batch.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class LayerShape:
     head_dim: int = 0
     window: int = 0
     state: int = 0
+    counters: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,8 @@ def model_shape(config: PreTrainedConfig, dtype: str = "auto", weight_bytes: int
     if weight_bytes:
         factor = weight_bytes / counted["weights"]
         counted |= {name: int(counted[name] * factor) for name in ("weights", "embedding", "experts", "sharded")}
-    styles = [style for name, style in (model.tp_plan or {}).items() if name.endswith("k_proj")]
+    plan = parallel_plan(model)
+    styles = [style for name, style in plan.items() if name.endswith("k_proj")]
     return ModelShape(
         config=text,
         dtype=kind,
@@ -143,7 +146,7 @@ def model_shape(config: PreTrainedConfig, dtype: str = "auto", weight_bytes: int
         layers=_layers(model, text, full),
         query_heads=text.num_attention_heads,
         width=_width(model, text),
-        tensor_parallel="heads" if "colwise" in styles else "weights" if model.tp_plan else "",
+        tensor_parallel="heads" if "colwise" in styles else "weights" if plan else "",
     )
 
 
@@ -163,8 +166,10 @@ def _layers(model: PreTrainedModel, config: PreTrainedConfig, full: set[int]) ->
     for index, layer in enumerate(cache.layers):
         keys = getattr(layer, "keys", None)
         if keys is None or keys.dim() != 4:
-            state = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(vars(layer)))
-            shapes.append(LayerShape("linear", state=state))
+            held = {True: 0, False: 0}
+            for tensor in tensors_in(vars(layer)):
+                held[tensor.dim() > 0] += tensor.untyped_storage().nbytes()
+            shapes.append(LayerShape("linear", state=held[True], counters=held[False]))
         else:
             kind = "full" if index in full else "sliding"
             window = 0 if index in full else layer.sliding_window
@@ -191,7 +196,7 @@ def _width(model: nn.Module, config: PreTrainedConfig) -> int:
 
 def _weights(model: PreTrainedModel, quantization: Any) -> dict[str, int]:
     """Counts for `ModelShape`; a weight that two modules share counts once."""
-    plan = model.tp_plan or {}
+    plan = parallel_plan(model)
     head, tied = model.get_output_embeddings(), set()
     counts = dict.fromkeys(("parameters", "active", "weights", "embedding", "experts", "sharded"), 0)
     share = 1.0

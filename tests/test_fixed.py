@@ -46,7 +46,7 @@ def test_fixed_equals_growing(family: str, size: int, config: OscarConfig) -> No
     model, ids = patched(family, config=config), tokens(2, 60)
     expected = run(model, ids, OscarQuantizedCache(model), size=size)
     cache = OscarQuantizedCache(model, max_cache_len=60)
-    assert relative_error(run(model, ids, cache, size=size), expected) < 1e-5
+    assert relative_error(run(model, ids, cache, size=size), expected) < 3e-5  # one other code would be 1e-3
     assert cache.get_seq_length() == 60 and cache.oscar_layers[0].tiers.lengths == [60, 60]
 
 
@@ -140,7 +140,7 @@ def compiles_once(model: PreTrainedModel, ids: Tensor, **options) -> list[int]:
     for cache in (*caches, caches[0]):
         cache.reset()
         error = relative_error(run(model, ids, cache, step).float(), expected.float())
-        assert error < (1e-5 if model.dtype == torch.float32 else 3e-2)
+        assert error < (3e-5 if model.dtype == torch.float32 else 3e-2)
         assert cache.get_seq_length() == 60
         graphs.append(counters["stats"]["unique_graphs"])
     assert not counters["inductor"]["cudagraph_skips"]

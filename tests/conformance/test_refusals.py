@@ -6,12 +6,13 @@ import pickle
 
 import pytest
 import torch
+import transformers
 from test_patch import generate, logits, relative_error, rotations_for, tokens
 from tiny import tiny_model
 from transformers import GenerationConfig
 
 from oscar_hf import OscarConfig, OscarQuantizedCache, patch_model, unpatch_model
-from oscar_hf._compat import check_crop
+from oscar_hf._compat import check_crop, recorded_states
 
 SMALL = OscarConfig(recipe="balanced", sink_tokens=4, recent_tokens=8)
 
@@ -63,6 +64,7 @@ def test_a_pickled_cache_of_an_unpatched_model() -> None:
     assert relative_error(got, expected) < 1e-6
 
 
+@pytest.mark.skipif(transformers.__version__ < "5.24", reason="its sliding layers that record take no chunks at all")
 def test_what_was_recorded_can_be_taken_back() -> None:
     model, ids = tiny_model("gemma2"), tokens(1, 60)  # a sliding window of 32
     patch_model(model, rotations_for(model), SMALL)
@@ -90,17 +92,24 @@ def test_recording_that_began_too_late() -> None:
     assert cache.get_seq_length() == 50 == cache.layers[0].get_seq_length()
 
 
-def test_a_linear_layer_takes_nothing_back_even_if_it_records() -> None:
-    model = tiny_model("qwen3_next")
-    patch_model(model, rotations_for(model), SMALL)
-    cache = OscarQuantizedCache(model)
-    cache.activate_past_recording()
-    logits(model, tokens(1, 20), cache, chunks=[20])
-    with pytest.raises(ValueError, match="one state for all tokens"):
-        cache.crop(-1)
+@pytest.mark.parametrize("chunks", [[20], [16, 4], [19, 1]])
+def test_a_linear_layer_takes_back_no_more_than_it_recorded(chunks: list[int]) -> None:
+    """Nothing before transformers 5.25, which records the states of the last forward's newest tokens."""
+    model, ids = tiny_model("qwen3_next"), tokens(1, 23)
+    patch_model(model, rotations_for(model), SMALL.replace(recent_tokens=32))
+    cache, kept = OscarQuantizedCache(model), 3 if recorded_states() else 0
+    cache.activate_past_recording(*([kept] if kept else []))
+    logits(model, ids[:, :20], cache, chunks=chunks)
+    limit = "no more than 3" if kept else "none"
+    with pytest.raises(ValueError, match=f"one state for all tokens, and {limit if chunks[-1] > 1 else ''}"):
+        cache.crop(-kept - 1)
     assert cache.get_seq_length() == 20
-    cache.crop(0)
-    assert cache.get_seq_length() == 20
+    taken = min(kept, chunks[-1])
+    cache.crop(-taken)
+    fresh = OscarQuantizedCache(model)
+    logits(model, ids[:, : 20 - taken], fresh, chunks=20 - taken)
+    one, other = (logits(model, ids[:, 20:], each, chunks=1) for each in (cache, fresh))
+    assert relative_error(one, other) < 1e-5
 
 
 @pytest.mark.parametrize("seen, remove, fits", [(20, 20, True), (32, 5, True), (33, 1, False), (60, 4, False)])
