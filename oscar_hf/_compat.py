@@ -190,9 +190,11 @@ def parallel_arguments(config: PreTrainedConfig, size: int) -> dict[str, Any]:
 
 def experts_apart(config: PreTrainedConfig) -> bool:
     """Whether experts are dealt out whole, by a plan of their own; before transformers 5.25 each was cut."""
+    if not hasattr(PreTrainedModel, "_resolve_parallel_plans"):
+        return False
     tensor, expert = (getattr(config, f"base_model_{kind}_plan", None) or {} for kind in ("tp", "ep"))
-    return any("experts" in name.split(".") for name in expert.keys() - tensor.keys()) and not any(
-        "experts" in name.split(".") for name in tensor
+    return not any("experts" in name.split(".") for name in tensor) and any(
+        "experts" in name.split(".") for name in expert
     )
 
 

@@ -207,7 +207,9 @@ def fetch(source: Source, folder: Path, *, revision: str | None = None) -> dict[
     except EntryNotFoundError as error:
         how = "offline mode is on" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         raise FileNotFoundError(f"{source.url} is not in the cache, and {how}: {_first_line(error)}") from error
-    except (OSError, ValueError, ImportError):
+    except (OSError, ValueError, ImportError) as error:
+        if isinstance(error, HfHubHTTPError):
+            raise ConnectionError(f"{source.url}: {_first_line(error)}") from error
         raise
     except Exception as error:  # the libraries' HTTP clients have errors of their own
         raise ConnectionError(f"{source.url}: {type(error).__name__}: {_first_line(error)}") from error
@@ -236,6 +238,10 @@ def _from_huggingface(source: Source, revision: str, patterns: list[str]) -> Pat
         _check_size({file.filename: file.file_size for file in snapshot_download(**wanted, dry_run=True)}, source)
     except DryRunError as error:  # offline: sizes are checked as the files are read
         wanted["local_files_only"] = not isinstance(error.__cause__, HfHubHTTPError)
+    except (HfHubHTTPError, ValueError):
+        raise
+    except Exception:  # huggingface_hub 1 passes its HTTP client's errors on
+        wanted["local_files_only"] = True
     return Path(snapshot_download(**wanted))
 
 
