@@ -101,9 +101,10 @@ def _parts(
     heads are then so many more rows of one, and no key is read for each of them.
     """
     heads, held = keys.shape[1], keys.shape[2] - queries
-    own = _flash(query.unflatten(2, (-1, queries)).flatten(1, 2), keys[:, :, held:], values[:, :, held:], causal=True)
-    output, total = (part.unflatten(1, (heads, -1)).flatten(2, 3) for part in own)
-    yield output, total
+    by_head = query.unflatten(2, (-1, queries)).flatten(1, 2)
+    output, total = _flash(by_head, keys[:, :, held:], values[:, :, held:], causal=True)
+    yield output.unflatten(1, (heads, -1)).flatten(2, 3), total.unflatten(1, (heads, -1)).flatten(2, 3)
+    del output, total
     if held:
         yield _flash(query, keys[:, :, :held], values[:, :, :held])
     longest = max((pieces[0].shape[2] for pieces in history), default=0)
