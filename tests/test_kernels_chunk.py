@@ -152,6 +152,18 @@ def test_a_chunk_equals_its_twin(
     assert relative_error(arguments["output"], expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16])
+def test_large_states_stay_finite(scale_dtype: torch.dtype, device: str) -> None:
+    """bfloat16 queries beyond float16's range; with float16 scales, a history's values are within it."""
+    arguments, settings, _ = chunk_case({**CASES["63"], "scale_dtype": scale_dtype}, torch.bfloat16, device)
+    arguments["query"] *= 1e7
+    chunk.attend(**arguments, **settings)
+    assert arguments["output"].isfinite().all()
+    assert chunk.unpacked_dtype(torch.bfloat16, scale_dtype) == scale_dtype
+    assert chunk.unpacked_dtype(torch.float16, scale_dtype) == torch.float16
+
+
 def test_who_reads_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert chunk.supports(chunk.MIN_QUERIES, 128, torch.bfloat16, None, cpu)

@@ -1,4 +1,4 @@
-"""All benchmarks in turn, each with its defaults: `python -m eval.speed --parts kernel,chunk,decode`, or no `--parts`."""
+"""All benchmarks in turn, each with its defaults: `python -m eval.speed`, or some: `--parts kernel,chunk`."""
 
 from __future__ import annotations
 

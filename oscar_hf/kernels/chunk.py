@@ -1,12 +1,12 @@
 """Attention of many queries to a quantised history by flash attention, over rows unpacked once for all of them.
 
 `attend` unpacks in registers, again for every 64 query rows. For a long chunk it is quicker to unpack a block of the
-history into the model's dtype once, to let the library's flash attention read it, and to put such blocks together by
-the logarithms of their sums.
+history into 16 bits once, to let the library's flash attention read it, and to put such blocks together by the
+logarithms of their sums.
 
 Rows of the batch are handled in turn, so that memory does not grow with it: an unpacked block takes
-`2 H_kv UNPACK_BLOCK D` elements of the model's dtype at most (64 MiB with 8 heads of 128 channels in 16 bits), and a
-row's n queries take `12 H_q n D` bytes besides what they came in (`planning` counts both).
+`2 H_kv UNPACK_BLOCK D` elements of 16 bits at most (64 MiB with 8 heads of 128 channels), and a row's n queries take
+`12 H_q n D` bytes besides what they came in (`planning` counts both).
 """
 
 from __future__ import annotations
@@ -82,6 +82,20 @@ def unpack(codes: Tensor, affine: Tensor, output: Tensor) -> None:
         )  # fmt: skip
 
 
+def unpacked_dtype(dtype: torch.dtype, scale_dtype: torch.dtype) -> torch.dtype:
+    """What a history is unpacked to in a model's dtype: float16, where its scales are, has bfloat16's missing bits.
+
+    No stored value is beyond its range then, which those with bfloat16 scales may be.
+    """
+    return torch.float16 if (dtype, scale_dtype) == (torch.bfloat16, torch.float16) else dtype
+
+
+def _scaled(query: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    """Queries times the logits' factor, saturated: none becomes infinite."""
+    limit = torch.finfo(dtype).max
+    return (query * scaling).clamp_(-limit, limit).to(dtype)
+
+
 def _flash(query: Tensor, keys: Tensor, values: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
     """Attention [1, H, N, D] to keys and values [1, H_kv, n, D], and its log-sum-exp [1, H, N] float32."""
     if query.device.type == "cpu":
@@ -93,29 +107,33 @@ def _flash(query: Tensor, keys: Tensor, values: Tensor, causal: bool = False) ->
 
 
 def _parts(
-    query: Tensor, queries: int, keys: Tensor, values: Tensor, history: Sequence[Sequence[Tensor]]
+    query: Tensor, scaling: float, queries: int, keys: Tensor, values: Tensor, history: Sequence[Sequence[Tensor]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """What scaled queries [1, H_kv, G n, D] see of disjoint tokens: outputs, and log-sum-exps [1, H_kv, G n].
+    """What queries [1, H_kv, G n, D] see of disjoint tokens: outputs, and log-sum-exps [1, H_kv, G n] float32.
 
     The chunk's own tokens come first, causally. All others are before it, which all queries see: a KV head's G query
     heads are then so many more rows of one, and no key is read for each of them.
     """
     heads, held = keys.shape[1], keys.shape[2] - queries
-    by_head = query.unflatten(2, (-1, queries)).flatten(1, 2)
+    scaled = _scaled(query, scaling, keys.dtype)
+    by_head = scaled.unflatten(2, (-1, queries)).flatten(1, 2)
     output, total = _flash(by_head, keys[:, :, held:], values[:, :, held:], causal=True)
     yield output.unflatten(1, (heads, -1)).flatten(2, 3), total.unflatten(1, (heads, -1)).flatten(2, 3)
-    del output, total
+    del by_head, output, total
     if held:
-        yield _flash(query, keys[:, :, :held], values[:, :, :held])
-    longest = max((pieces[0].shape[2] for pieces in history), default=0)
-    scratch = keys.new_empty(2, *keys.shape[:2], min(UNPACK_BLOCK, longest), keys.shape[3])
+        yield _flash(scaled, keys[:, :, :held], values[:, :, :held])
+    del scaled
+    dtype = unpacked_dtype(keys.dtype, history[0][1].dtype)
+    scaled = _scaled(query, scaling, dtype)
+    longest = max(pieces[0].shape[2] for pieces in history)
+    scratch = keys.new_empty(2, *keys.shape[:2], min(UNPACK_BLOCK, longest), keys.shape[3], dtype=dtype)
     for k_codes, k_affine, v_codes, v_affine in history:
         for first in range(0, k_codes.shape[2], UNPACK_BLOCK):
             block = slice(first, min(first + UNPACK_BLOCK, k_codes.shape[2]))
             unpacked = scratch[:, :, :, : block.stop - first]
             unpack(k_codes[:, :, block], k_affine[:, :, block], unpacked[0])
             unpack(v_codes[:, :, block], v_affine[:, :, block], unpacked[1])
-            yield _flash(query, *unpacked)
+            yield _flash(scaled, *unpacked)
 
 
 @torch.no_grad()
@@ -132,7 +150,7 @@ def attend(
     v_rotation: Tensor | None = None,
     prefixes: Sequence[Prefix] = (),
 ) -> None:
-    """`dispatch.attend_history` without a softcap, where `supports` says so; queries meet keys in the keys' dtype.
+    """`dispatch.attend_history` without a softcap, where `supports` says so; products are of 16 bits, sums of 32.
 
     Args:
         query: [b, H_kv, G n, D] float32, rotated; row `g * n + i`.
@@ -152,8 +170,7 @@ def attend(
         rows = slice(row, row + 1)
         pieces = [[buffer[prefix.sources[row]].unsqueeze(0) for buffer in prefix.buffers()] for prefix in prefixes]
         pieces.append([buffer[rows, :, :tokens] for buffer in history])
-        scaled = (query[rows] * scaling).to(keys.dtype)
-        parts = _parts(scaled, queries, keys[rows], values[rows], pieces)
+        parts = _parts(query[rows], scaling, queries, keys[rows], values[rows], pieces)
         result, total = next(parts)
         result = result.float()
         for more, log_sum in parts:
