@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .config import OscarConfig, get_recipe
 from .gpus import Gpu, find_gpu
+from .kernels.launch import UNPACK_BLOCK
 from .loading import display_name
 from .reading import CHUNK_QUERIES
 from .shape import LayerShape, ModelShape, experts, model_shape, read_config
@@ -355,8 +356,10 @@ class _Reckoning:
         if chunk < context:
             if kind == "oscar":
                 exact = self.config.sink_tokens + self.config.recent_tokens + chunk
-                rows = min(chunk, CHUNK_QUERIES)
-                more = batch * (2 * exact * keys * size + 3 * 4 * rows * queries)
+                rows = min(chunk, CHUNK_QUERIES) * queries
+                unpacked = 2 * min(context, UNPACK_BLOCK) * keys * size
+                more = batch * (2 * exact * keys * size + 4 * rows)
+                more += max(batch * 8 * rows, 12 * rows + unpacked)  # the portable kernel's, or `kernels.chunk`'s
                 attention += self._part(more, "computes")
             else:  # a mask, and keys and values repeated for each of a group's heads
                 attention += batch * chunk * context * (1 + size) + self._part(

@@ -68,7 +68,7 @@ def attend_step(
     if not tiers.fixed:
         tiers.reserve(query.shape[2])
     config = tiers.config
-    shared = _attend_prefixes(tiers, transform, slice(None), query, logits)
+    shared = _attend_prefixes(tiers, transform, query, logits)
     step: Any = torch.ops.oscar_hf.step if torch.compiler.is_compiling() else kernels.step
     output = step(
         query,
@@ -130,7 +130,7 @@ def attend_chunk(
                 sink_logits=logits.sinks,
                 offset=transform.mean_logits(part, logits.factor(size)) if logits.see_the_mean else None,
                 v_rotation=transform.tensors(key.device)[3],
-                **_attend_prefixes(tiers, transform, rows, query[:, :, first:last], logits),
+                prefixes=[prefix.select(rows) for prefix in tiers.prefixes],
             )
         tiers.append(rows, keys, values)
         return output.transpose(1, 2)
@@ -190,17 +190,15 @@ def pick(states: Tensor, tokens: Tensor | None) -> Tensor:
     return states if tokens is None else states.index_select(2, tokens.to(states.device))
 
 
-def _attend_prefixes(
-    tiers: Tiers, transform: Transform, rows: slice, query: Tensor, logits: Logits
-) -> dict[str, Tensor]:
-    """Attention of queries [b, H_q, n, D] of some rows to what these share, for kernels to go on from."""
+def _attend_prefixes(tiers: Tiers, transform: Transform, query: Tensor, logits: Logits) -> dict[str, Tensor]:
+    """Attention of queries [B, H_q, n, D] to what rows share, for kernels to go on from."""
     if not tiers.prefixes:
         return {}
     factor = logits.factor(query.shape[-1])
-    query = query.unflatten(1, (tiers.like.shape[1], -1)).flatten(2, 3)  # [b, H_kv, G n, D]
+    query = query.unflatten(1, (tiers.like.shape[1], -1)).flatten(2, 3)  # [B, H_kv, G n, D]
     return kernels.attend_prefixes(
         transform.queries(query),
-        [prefix.select(rows) for prefix in tiers.prefixes],
+        tiers.prefixes,
         tiers.like,
         scaling=factor,
         softcap=logits.softcap,

@@ -165,21 +165,24 @@ def test_padding_and_rows_of_many_lengths() -> None:
 
 
 @pytest.mark.parametrize(
-    "batch, chunks, settings",
+    "batch, chunks, settings, least",
     [
-        (1, [2], {"softcap": 5.0, "sink_logits": torch.ones(6)}),
-        (2, [1], {}),
-        pytest.param(1, [14, 1], {}, marks=pytest.mark.slow),
-        pytest.param(2, [1, 14, 2], {}, marks=pytest.mark.slow),
+        (1, [2], {"softcap": 5.0, "sink_logits": torch.ones(6)}, 256),
+        (2, [1], {}, 256),
+        (2, [14], {"sink_logits": torch.ones(6)}, 14),
+        pytest.param(1, [14, 1], {}, 256, marks=pytest.mark.slow),
+        pytest.param(2, [1, 14, 2], {}, 256, marks=pytest.mark.slow),
+        pytest.param(2, [1, 14, 2], {}, 14, marks=pytest.mark.slow),
     ],
 )
 def test_kernels_read_what_rows_share(
-    batch: int, chunks: list[int], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    batch: int, chunks: list[int], settings: dict[str, Any], least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In Triton's interpreter, against plain torch."""
+    """In Triton's interpreter, against plain torch; chunks of `least` tokens by flash attention."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the kernels run on the GPU")
+    monkeypatch.setattr("oscar_hf.kernels.chunk.MIN_QUERIES", least)
     layer = make_layer()
     feed(layer, random_states(60, batch), [60])
     expected, twin = layer.fork(2), layer.fork(2)

@@ -410,8 +410,9 @@ class TestRefusals:
             make_layer().offload()
 
 
+@pytest.mark.parametrize("least", [5, 256])  # queries that flash attention takes: the second chunk's 14, or none
 @pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_the_kernels_in_a_layer(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_in_a_layer(padded: bool, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("the interpreter is not in use")
@@ -420,6 +421,7 @@ def test_the_kernels_in_a_layer(padded: bool, monkeypatch: pytest.MonkeyPatch) -
     plain, kernels = make_layer(SMALL, rotation), make_layer(SMALL, rotation)
     expected = feed(plain, states, chunks, mask)
     monkeypatch.setattr("oscar_hf.kernels.dispatch.ON_CPU", True)
+    monkeypatch.setattr("oscar_hf.kernels.chunk.MIN_QUERIES", least)
     # a scale may be rounded to its neighbour
     torch.testing.assert_close(feed(kernels, states, chunks, mask), expected, rtol=2e-3, atol=2e-3)
     for row in range(2):

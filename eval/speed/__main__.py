@@ -1,4 +1,4 @@
-"""All benchmarks in turn, each with its defaults: `python -m eval.speed --parts kernel,decode,throughput,prefill`."""
+"""All benchmarks in turn, each with its defaults: `python -m eval.speed`, or some: `--parts kernel,chunk`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from eval.speed import common
 
 PARTS = {
     "kernel": [],
+    "chunk": [],
     "prefill": [],
     "throughput": [],
     "decode": ["--models", "qwen3-8b,qwen3-4b,qwen3-32b"],

@@ -1,4 +1,9 @@
-"""Which kernel runs, and what the compiler has to know of a decode step."""
+"""Which kernel runs, and what the compiler has to know of a decode step.
+
+A step, up to a few tokens a row, is `step`: the quick `decode` or the portable `attend`, then `merge`. A chunk is
+`attend_history`: flash attention over unpacked blocks where `chunk.supports` says so (many queries, 16 bits, an NVIDIA
+GPU, no softcap), the portable `attend` for all others.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from .reference_write import (
 )
 
 try:
-    from . import append, attend, decode, merge, search
+    from . import append, attend, chunk, decode, merge, search
     from . import write as writing
 
     HAS_TRITON = True
@@ -97,8 +102,7 @@ def attend_history(
     sink_logits: Tensor | None,
     offset: Tensor | None,
     v_rotation: Tensor | None,
-    partial: Tensor | None = None,
-    stats: Tensor | None = None,
+    prefixes: Sequence[Prefix] = (),
 ) -> None:
     """Attention of a chunk's queries to a quantised history, unpacked as it is read, and to exact tokens; on a GPU.
 
@@ -113,10 +117,33 @@ def attend_history(
         sink_logits: [H_q].
         offset: [b, H_kv, G n] float32, added to the logits.
         v_rotation: undone on the output; None: nothing to undo.
-        partial: what `attend_prefixes` gave for these queries, or None.
-        stats: the same.
+        prefixes: of b rows, seen by all queries besides.
     """
+    settings: dict[str, Any] = {"tokens": tokens, "scaling": scaling, "sink_logits": sink_logits, "offset": offset}
+    settings |= {"v_rotation": v_rotation, "prefixes": prefixes}
+    if chunk.supports(output.shape[1], query.shape[3], exact[0].dtype, softcap, query.device):
+        chunk.attend(query, history, exact, output, **settings)
+    else:
+        attend_history_portable(query, history, exact, output, softcap=softcap, **settings)
+
+
+def attend_history_portable(
+    query: Tensor,
+    history: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    output: Tensor,
+    *,
+    tokens: int,
+    scaling: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    offset: Tensor | None,
+    v_rotation: Tensor | None,
+    prefixes: Sequence[Prefix] = (),
+) -> None:
+    """`attend_history` by the portable kernel, for any chunk."""
     queries = output.shape[1]
+    shared = attend_prefixes(query, prefixes, exact[0], scaling=scaling, softcap=softcap, offset=offset)
     k_codes, k_affine, v_codes, v_affine = history
     keys, values = exact
     results = attend.attend_split(
@@ -138,7 +165,7 @@ def attend_history(
         softcap=softcap,
         offset=None if offset is None else offset * LOG2E,
     )
-    results = _joined((partial, stats), results)
+    results = _joined((shared.get("partial"), shared.get("stats")), results)
     merge.merge(*results, output, queries=queries, sink_logits=sink_logits, v_rotation=v_rotation)
 
 

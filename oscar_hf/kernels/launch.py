@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 LOG2E = math.log2(math.e)
+UNPACK_BLOCK = 16_384
+"""Tokens of the history that a chunk unpacks at once."""
 
 
 def device_guard(tensor: Tensor) -> contextlib.AbstractContextManager:
