@@ -94,7 +94,8 @@ class OscarQuantizedCache(Cache):
             _check_fixed(self.config, max_cache_len)
         leader = None
         for index in sorted(full):
-            layers[index] = OscarLayer(transforms[index], self.config, model_config, max_cache_len, leader, index)
+            own = rotations.layer_config(index, self.config)
+            layers[index] = OscarLayer(transforms[index], own, model_config, max_cache_len, leader, index)
             leader = leader or layers[index]
         super().__init__(layers=layers)
         self._emptied: int | None = None  # batch size before a reset that nothing has followed yet

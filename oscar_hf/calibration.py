@@ -271,6 +271,7 @@ def calibrate(
     tokens: int = 20_000,
     recipe: str | Recipe = "balanced",
     sequence_length: int = 4096,
+    target_kl: float | None = None,
     progress: bool = True,
     corpus: str | None = None,
     **changes: Any,
@@ -284,6 +285,8 @@ def calibrate(
         tokens: how many to use; less if there are fewer.
         recipe: a name in `config.RECIPES`, or a Recipe.
         sequence_length: longest sequence in one forward; the model's own limit if that is lower.
+        target_kl: hold out a tenth of the tokens, and set the smallest recent window whose KL to the unquantised model
+            is at most so many nats on them.
         progress: show a progress bar.
         corpus: name of the data, for the provenance.
         **changes: settings of the recipe to change, for ablations (`alpha=0.75`, `per_head=False`, ...).
@@ -306,7 +309,7 @@ def calibrate(
         raise ValueError(f"sequence_length={sequence_length} must be a positive number of tokens.")
     config = text_config(model)
     limit = min(sequence_length, getattr(config, "max_position_embeddings", sequence_length))
-    if not recipe.needs_data:
+    if not recipe.needs_data and target_kl is None:
         full = cache_layers(config)[1]
         rotations = RotationSet.without_data(full, architecture(config)["head_dim"], recipe)
         rotations.architecture = architecture(config)
@@ -318,6 +321,11 @@ def calibrate(
         raise ValueError(f"Calibration data has {used} tokens; head_dim {size} needs {2 * size} at least.")
     scored = recipe.v_transform == "eigen" and recipe.value_target == "score"
     settings = OscarConfig.of(recipe)
+    held: list[Tensor] = []
+    if recipe.choose or target_kl is not None:
+        from .choice import choose_quantizers, choose_window, hold_out
+
+        sequences, held = hold_out(sequences, settings)
     history = settings if recipe.history_weighted else None
     statistics = collect_statistics(model, sequences, scored_values=scored, history=history, progress=progress)
     if missing := sorted(cache_layers(config)[1] - set(statistics)):
@@ -334,7 +342,7 @@ def calibrate(
             "revision": getattr(model.config, "_commit_hash", None),
             "dtype": str(model.dtype).removeprefix("torch."),
             "corpus": corpus or "unnamed",
-            "tokens": used,
+            "tokens": sum(map(len, sequences)),
             "sequence_length": limit,
             "recipe": dict(vars(recipe)),
             "torch": torch.__version__,
@@ -347,7 +355,11 @@ def calibrate(
         if getattr(module, "layer_idx", None) in statistics
     }
     keep_outliers(rotations, statistics, scaling)
+    if recipe.choose:
+        choose_quantizers(model, rotations, statistics, recipe, held, progress)
     rotations.validate()
+    if target_kl is not None:
+        choose_window(model, rotations, target_kl, held, progress)
     return rotations
 
 

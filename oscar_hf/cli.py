@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from . import __version__, cli_cache, cli_eval, cli_plan, cli_zoo
+from . import __version__, cli_cache, cli_choice, cli_eval, cli_plan, cli_zoo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,6 +103,15 @@ def calibrate(
         ),
     ] = None,
     sequence_length: Annotated[int, typer.Option(min=1, help="Longest sequence in one forward.")] = 4096,
+    choose: Annotated[
+        bool, typer.Option("--choose", help="Choose alpha, clips and scale rule per layer on held-out tokens.")
+    ] = False,
+    target_kl: Annotated[
+        float | None, typer.Option(min=0.0, help="Choose the smallest recent window with this KL, in nats.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Draw what --choose gained (needs matplotlib).")
+    ] = None,
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,
     name: Annotated[
@@ -121,14 +130,17 @@ def calibrate(
     - `oscar-hf calibrate ./model.gguf --corpus notes.txt --recipe oscar --out rotations`
 
     - `oscar-hf calibrate ./model --set alpha=0.75 --set k_clip=0.92 --out rotations`
+
+    - `oscar-hf calibrate ./model --choose --plot choice.png --target-kl 0.03 --out rotations`
     """
     from .calibration import calibrate
     from .config import get_recipe, parse_setting
     from .corpus import read_corpus
     from .loading import display_name
 
-    changes = dict(map(parse_setting, settings or []))
-    get_recipe(recipe, **changes)
+    changes = dict(map(parse_setting, settings or [])) | ({"choose": True} if choose else {})
+    if plot is not None and not get_recipe(recipe, **changes).choose:
+        raise ValueError("--plot shows what --choose gained; give both.")
     texts = read_corpus(corpus)
     texts = chain([next(texts, "")], texts)  # a corpus that is not there is noticed before the model is loaded
     out.mkdir(parents=True, exist_ok=True)
@@ -140,13 +152,18 @@ def calibrate(
         tokens=tokens,
         recipe=recipe,
         sequence_length=sequence_length,
+        target_kl=target_kl,
         progress=not as_json,
         corpus=Path(corpus).name if Path(corpus).is_file() else corpus,
         **changes,
     )
     rotations.provenance["model"] = name or display_name(model)
     rotations.save_pretrained(out)
+    if plot is not None:
+        cli_choice.draw(rotations, plot)
     _report({"path": str(out), **describe(rotations)}, as_json)
+    if not as_json and cli_choice.choices(rotations):
+        Console(highlight=False).print(cli_choice.table(rotations))
 
 
 @app.command()
@@ -180,7 +197,7 @@ def patch(
     with _status(f"Writing {out}"):
         save_patched(loaded, out)
         tokenizer.save_pretrained(out)
-    _report({"path": str(out), **_describe_path(str(out))}, as_json)
+    _report({"path": str(out), **_describe_path(str(out))[1]}, as_json)
 
 
 @app.command()
@@ -263,7 +280,10 @@ def inspect(
 
     - `oscar-hf inspect rotations`
     """
-    _report({"path": path, **_describe_path(path)}, as_json)
+    rotations, facts = _describe_path(path)
+    _report({"path": path, **facts}, as_json)
+    if not as_json and cli_choice.choices(rotations):
+        Console(highlight=False).print(cli_choice.table(rotations))
 
 
 app.command()(cli_zoo.export)
@@ -305,16 +325,18 @@ def describe(rotations: RotationSet) -> dict[str, Any]:
     }
 
 
-def _describe_path(path: str) -> dict[str, Any]:
-    """`describe` of a rotation folder, a zoo entry, or a patched checkpoint with what its config.json says."""
+def _describe_path(path: str) -> tuple[RotationSet, dict[str, Any]]:
+    """The set in a folder, a zoo entry or a patched checkpoint, and `describe` of it, with what config.json says."""
     from .patch import ROTATIONS_FOLDER
     from .rotation import RotationSet
     from .zoo import find_rotations
 
     beside = Path(path) / ROTATIONS_FOLDER
     if not beside.is_dir():
-        return describe(find_rotations(path))
-    facts = describe(RotationSet.from_pretrained(beside))
+        rotations = find_rotations(path)
+        return rotations, describe(rotations)
+    rotations = RotationSet.from_pretrained(beside)
+    facts = describe(rotations)
     config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     oscar = config.get("oscar") if isinstance(config, dict) else None
     if not isinstance(oscar, dict) or oscar.get("digest") != facts["digest"]:
@@ -322,7 +344,7 @@ def _describe_path(path: str) -> dict[str, Any]:
             f"{path}: config.json says oscar={oscar!r}, but those in {beside} are "
             f"{facts['digest']!r}; write the checkpoint again with `oscar-hf patch`."
         )
-    return {"absorbed_layers": oscar.get("absorbed"), **facts}
+    return rotations, {"absorbed_layers": oscar.get("absorbed"), **facts}
 
 
 def _report(facts: dict[str, Any], as_json: bool) -> None:
@@ -342,7 +364,7 @@ def _show(name: str, value: Any) -> str:
     if name.endswith("layers"):
         return _ranges(value)
     if isinstance(value, dict):
-        return "\n".join(f"{key}: {item}" for key, item in value.items() if item is not None)
+        return "\n".join(f"{key}: {item}" for key, item in value.items() if item is not None and key != "choice")
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

@@ -52,6 +52,8 @@ class Recipe:
         scale_rule: default of `OscarConfig.scale_rule`.
         k_search: default of `OscarConfig.k_search`; where it is not 0, a metric is fitted.
         k_stretch: default of `OscarConfig.k_stretch`.
+        choose: hold out a tenth of the tokens, and choose alpha, clips and scale rule of each layer by the error of
+            its attention outputs on them (`choice`).
     """
 
     name: str
@@ -69,13 +71,14 @@ class Recipe:
     scale_rule: ScaleRule = "minmax"
     k_search: int = 0
     k_stretch: float = 1.0
+    choose: bool = False
 
     def __post_init__(self) -> None:
         _one_of("k_transform", self.k_transform, ("identity", "hadamard", "eigen", "balanced"))
         _one_of("v_transform", self.v_transform, ("identity", "hadamard", "eigen"))
         _one_of("value_target", self.value_target, ("score", "output"))
         _one_of("scale_rule", self.scale_rule, ("minmax", "inner_product"))
-        for name in ("per_head", "key_mean", "history_weighted"):
+        for name in ("per_head", "key_mean", "history_weighted", "choose"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
         _within("alpha", self.alpha, 0.0, 2.0)
@@ -89,7 +92,7 @@ class Recipe:
     def needs_data(self) -> bool:
         """Whether fitting needs calibration statistics at all."""
         fitted = self.k_transform in ("eigen", "balanced") or self.v_transform == "eigen"
-        return fitted or self.key_mean or self.k_search > 0
+        return fitted or self.key_mean or self.k_search > 0 or self.choose
 
 
 MAX_WINDOW = 1 << 20

@@ -28,6 +28,8 @@ MAX_CONFIG_BYTES = 1 << 20
 TOLERANCE = 1e-3
 MAX_CONDITION = 1e4
 TENSORS = ("k_rotation", "v_rotation", "q_rotation", "k_mean", "k_metric")
+LAYER_SETTINGS = ("k_clip", "v_clip", "scale_rule")
+"""Of an OscarConfig, what a layer may have of its own."""
 MAX_METRIC_CONDITION = 1e6
 METRIC_RIDGE = 0.1
 
@@ -135,6 +137,7 @@ class LayerRotation:
         k_mean: [H_kv, D], taken off every key; None for no mean.
         k_metric: [D, D] or [H_kv, D, D]: what errors of stored keys cost (`error_metric`), for `OscarConfig.k_search`.
         bits: 2, or 16 for a layer whose keys 2 bits cannot hold (`outliers`), whatever the cache's settings.
+        settings: what this layer has of `LAYER_SETTINGS` in place of the set's, chosen for it by calibration.
     """
 
     k_rotation: Tensor
@@ -143,6 +146,7 @@ class LayerRotation:
     k_mean: Tensor | None = None
     k_metric: Tensor | None = None
     bits: Literal[2, 16] = 2
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def head_dim(self) -> int:
@@ -224,7 +228,19 @@ class RotationSet:
             raise ValueError("A RotationSet without layers fits no model.")
         for index, layer in self.layers.items():
             layer.validate(index)
+            if unknown := sorted(set(layer.settings) - set(LAYER_SETTINGS)):
+                raise ValueError(f"Layer {index}: settings {unknown}; a layer may have {', '.join(LAYER_SETTINGS)}.")
+            try:
+                self.layer_config(index)
+            except ValueError as error:
+                raise ValueError(f"Layer {index}: {error}") from error
         self.check_settings(self.config)
+
+    def layer_config(self, index: int, config: OscarConfig | None = None) -> OscarConfig:
+        """Storage settings of one layer: its own, except where `config` changes those of the set for all layers."""
+        config = config or self.config
+        own = self.layers[index].settings.items()
+        return config.replace(**{n: v for n, v in own if getattr(config, n) == getattr(self.config, n)})
 
     def check_settings(self, config: OscarConfig) -> None:
         """Raise ValueError unless these rotations have what storage settings need."""
@@ -267,11 +283,13 @@ class RotationSet:
         return [index for index, layer in sorted(self.layers.items()) if layer.bits == 16]
 
     def digest(self) -> str:
-        """SHA-256 over names and values of all transforms, and exact layers: equal sets have equal digests."""
+        """SHA-256 over all transforms, exact layers and layers' settings: equal sets have equal digests."""
         sha = hashlib.sha256()
         for index in sorted(self.layers):
             if self.layers[index].bits != 2:
                 sha.update(f"{index}.bits{self.layers[index].bits}".encode())
+            for name, value in sorted(self.layers[index].settings.items()):
+                sha.update(f"{index}.{name}={value!r}".encode())
             for name, tensor in sorted(self.layers[index].tensors().items()):
                 sha.update(f"{index}.{name}{list(tensor.shape)}".encode())
                 sha.update(tensor.float().contiguous().numpy().tobytes())
@@ -288,6 +306,8 @@ class RotationSet:
         }
         if self.exact_layers:
             settings["exact_layers"] = self.exact_layers
+        if own := {str(index): layer.settings for index, layer in self.layers.items() if layer.settings}:
+            settings["layer_settings"] = own
         text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -327,10 +347,12 @@ class RotationSet:
             layers = _read_layers(weights)
             for index in settings.get("exact_layers", []):
                 layers[index] = replace(layers[index], bits=16)
+            for name, own in settings.get("layer_settings", {}).items():
+                layers[int(name)] = replace(layers[int(name)], settings=own)
             rotations = cls(layers, config, settings["architecture"], settings["provenance"])
             rotations.validate()
         except KeyError as error:
-            raise ValueError(f"{path}: 'exact_layers' names layer {error}, which {WEIGHTS_NAME} lacks.") from error
+            raise ValueError(f"{path} names layer {error}, which {WEIGHTS_NAME} lacks.") from error
         except SafetensorError as error:
             raise ValueError(f"{weights} is damaged or cut short ({error}); fetch or calibrate it again.") from error
         except ValueError as error:
@@ -392,6 +414,11 @@ def _read_settings(path: Path) -> dict[str, Any]:
     exact = settings.get("exact_layers", [])
     if not isinstance(exact, list) or not all(type(index) is int for index in exact):
         raise ValueError(f"'exact_layers' is {exact!r}, no list of layers.")
+    own = settings.get("layer_settings", {})
+    if not isinstance(own, dict) or not all(
+        re.fullmatch(r"0|[1-9]\d{0,5}", n) and type(v) is dict for n, v in own.items()
+    ):
+        raise ValueError("'layer_settings' is no object of objects by layer.")
     return settings
 
 

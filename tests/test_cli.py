@@ -63,6 +63,21 @@ def test_calibrate_writes_a_set_that_says_where_it_is_from(folder: Path) -> None
     assert str(folder) not in (folder / "rotations" / CONFIG_NAME).read_text()
 
 
+def test_calibrate_chooses_per_layer_and_shows_it(folder: Path, tmp_path: Path) -> None:
+    corpus = ["--corpus", folder / "corpus.txt", "--tokens", 1300, "--sequence-length", 650]
+    options = ["--choose", "--target-kl", 20, "--out", tmp_path / "set"]
+    pytest.importorskip("matplotlib")
+    shown = succeed("calibrate", folder / "model", *corpus, *options, "--plot", tmp_path / "choice.png")
+    assert (tmp_path / "choice.png").read_bytes().startswith(b"\x89PNG")
+    rotations = RotationSet.from_pretrained(tmp_path / "set")
+    report = rotations.provenance["choice"]["layers"]
+    for text in (shown, succeed("inspect", tmp_path / "set")):
+        assert all(f"{row['before']:.4f}" in text and f"{row['after']:.4f}" in text for row in report.values())
+    assert as_json("inspect", tmp_path / "set")["provenance"]["choice"]["layers"] == report
+    assert rotations.config.recent_tokens == 64
+    fails("give both", "calibrate", folder / "model", "--plot", tmp_path / "no.png", "--out", tmp_path / "no")
+
+
 def test_calibrate_changes_settings_of_the_recipe(folder: Path, tmp_path: Path) -> None:
     corpus, settings = ["--corpus", folder / "corpus.txt"], ["--set", "k_clip=0.9", "--set", "per_head=true"]
     facts = as_json("calibrate", folder / "model", *corpus, "--recipe", "oscar", *settings, "--out", tmp_path)

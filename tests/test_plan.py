@@ -116,7 +116,9 @@ def test_models_of_the_zoo(name: str) -> None:
     fp8 = name in ("glm-4.7-fp8", "minimax-m2.7")
     each = 1 if fp8 else 2
     total = found.oscar.weights * 4
-    if transformers.__version__ < "5.24" and total > 1.1 * each * found.parameters:  # plans that keep embeddings whole
+    if (
+        transformers.__version__ < "5.24" and total > 1.05 * each * found.parameters
+    ):  # plans that keep embeddings whole
         config = text_config(AutoConfig.from_pretrained(ARCHITECTURES / f"{name}.json"))
         total -= 3 * 2 * config.vocab_size * config.hidden_size
     assert total == pytest.approx(each * found.parameters, rel=0.05)
