@@ -94,6 +94,11 @@ def to_sglang(rotations: RotationSet, folder: str | os.PathLike, *, model: str |
         notes.append(f"SGLang stores by min and max; scale_rule={config.scale_rule!r} is not applied, so measure it.")
     if config.k_search:
         notes.append("SGLang rounds each channel by itself; k_search is not applied, so measure it.")
+    if any(layer.settings for layer in rotations.layers.values()):
+        notes.append("SGLang has one clip for all layers; those chosen by layer are not applied, so measure it.")
+    if rotations.exact_layers:
+        layers = ", ".join(map(str, rotations.exact_layers))
+        notes.append(f"SGLang stores layers {layers} in 2 bits too, which cannot hold their keys: measure it.")
     version = 2 if any(map(more_than_shared, rotations.layers.values())) else 1
     if version == 2:
         notes.append("Format version 2 (a matrix per KV head) needs an OSCAR-SGLang that reads it; older ones do not.")

@@ -126,6 +126,14 @@ def test_sglang_takes_version_2_where_version_1_is_too_small(tmp_path: Path) -> 
     assert "inner_product" in server.notes[0] and "version 2" in server.notes[1]
 
 
+def test_sglang_says_what_it_does_to_single_layers(tmp_path: Path) -> None:
+    rotations = rotation_set()
+    rotations.layers[0] = replace(rotations.layers[0], bits=16)
+    rotations.layers[1] = replace(rotations.layers[1], settings={"k_clip": 0.9})
+    notes = to_sglang(rotations, tmp_path).notes
+    assert "chosen by layer are not applied" in notes[0] and "layers 0 in 2 bits" in notes[1]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -60,12 +60,12 @@ def test_python_blocks(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, c
 
 def test_commands(tiny_checkpoint: Path) -> None:
     commands = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("oscar-hf ")]
-    assert len(commands) == 7
+    assert len(commands) == 8
     Path("book.txt").write_text("A long story, told once. " * 30)
     for command in commands:
         arguments = [str(tiny_checkpoint) if part == MODEL else part for part in shlex.split(command)[1:]]
         if arguments[0] == "calibrate":
-            arguments += ["--tokens", "600"]
+            arguments += ["--tokens", "1300" if "--choose" in arguments else "600"]
         if arguments[0] == "generate":
             arguments += ["--max-new-tokens", "4", "--no-chat"]
         if arguments[0] == "eval":
