@@ -119,7 +119,7 @@ def error_metric(q_rotation: Tensor, queries: Tensor) -> Tensor:
     metric = rotation.mT @ queries.double() @ rotation
     metric = (metric + metric.mT) / 2
     trace = metric.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    identity = torch.eye(metric.shape[-1], dtype=metric.dtype)
+    identity = torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device)
     metric = torch.where(trace > 0, metric * (metric.shape[-1] / trace), identity)
     return (1 - METRIC_RIDGE) * metric + METRIC_RIDGE * identity
 
@@ -226,10 +226,22 @@ class RotationSet:
             layer.validate(index)
         self.check_settings(self.config)
 
+    def settings(self, config: OscarConfig | None) -> OscarConfig:
+        """These storage settings, or those that the rotations were made for; checked.
+
+        A set that leaves the keys to the cache has them fitted under any recipe's settings.
+        """
+        if config is None:
+            config = self.config
+        elif self.config.recipe == "prompt":
+            config = config.replace(recipe="prompt")
+        self.check_settings(config)
+        return config
+
     def check_settings(self, config: OscarConfig) -> None:
         """Raise ValueError unless these rotations have what storage settings need."""
         missing = [index for index, layer in self.layers.items() if layer.bits == 2 and layer.k_metric is None]
-        if config.searches and missing:
+        if config.searches and not config.fits and missing:
             raise ValueError(
                 f"k_search={config.k_search} needs a k_metric in every layer, and these rotations have none in layers "
                 f"{missing}: calibrate with recipe 'search', or set k_search=0."
@@ -341,11 +353,12 @@ class RotationSet:
     def without_data(
         cls, layers: set[int], head_dim: int, recipe: str | Recipe = "hadamard", **provenance: Any
     ) -> RotationSet:
-        """A set for a recipe that needs no calibration (`"hadamard"`, `"naive"`)."""
+        """A set for a recipe that needs no calibration (`"hadamard"`, `"naive"`, `"prompt"`)."""
         recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
         if recipe.needs_data:
             raise ValueError(f"Recipe {recipe.name!r} is fitted to data: use calibrate().")
-        matrices = {"identity": torch.eye(head_dim), "hadamard": hadamard(head_dim).float()}
+        matrices = {name: torch.eye(head_dim) for name in ("identity", "prompt")}
+        matrices["hadamard"] = hadamard(head_dim).float()
         layer = LayerRotation(matrices[recipe.k_transform], matrices[recipe.v_transform])
         return cls(
             dict.fromkeys(sorted(layers), layer),

@@ -133,7 +133,13 @@ class History:
                 if states is keys and self.metric is not None:
                     config = self.config
                     search_into(
-                        block, *self.metric, codes, affine, clip=clip, sweeps=config.k_search, stretch=config.k_stretch
+                        block,
+                        *self.metric.rows(rows),
+                        codes,
+                        affine,
+                        clip=clip,
+                        sweeps=config.k_search,
+                        stretch=config.k_stretch,
                     )
                 else:
                     quantize_into(block, codes, affine, clip=clip, scale_rule=self.config.scale_rule)

@@ -91,9 +91,8 @@ def search_step_reference(
         first, last = (max(floor, tokens - sinks - recent, 0) for tokens in (length, length + n))
         places = torch.arange(sinks + first, sinks + last, device=ring.device) % ring.shape[2]
         leaving = ring[row][:, places]
-        search_into_reference(
-            leaving, metric, factor, codes[row], affine[row], first, clip=clip, sweeps=sweeps, stretch=stretch
-        )
+        own = Metric(metric, factor).rows(row)
+        search_into_reference(leaving, *own, codes[row], affine[row], first, clip=clip, sweeps=sweeps, stretch=stretch)
 
 
 def write_chunk_reference(
