@@ -12,6 +12,7 @@ two Cholesky factors, two triangular solves and four products of [D, D] a head. 
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -82,11 +83,18 @@ def fit(
         factors, _ = torch.linalg.cholesky_ex(moments)
         inverses = torch.linalg.solve_triangular(factors, eye.expand_as(factors), upper=False)
         k_part, q_part = factors[1] @ inverses[0].mT, inverses[1].mT @ factors[0]
-    mixing = hadamard(size).to(keys.device, torch.float32)
+    mixing = _mixing(size, keys.device)
     k_part, q_part = k_part @ mixing, q_part @ mixing
     if prior is not None:
         k_part, q_part = k_rotation @ k_part, q_rotation @ q_part
     return mean, k_part, q_part
+
+
+@cache
+@torch.inference_mode(False)
+def _mixing(size: int, device: torch.device) -> Tensor:
+    """The Hadamard matrix on a device, where it stays: copying one there waits for what the device is doing."""
+    return hadamard(size).to(device, torch.float32)
 
 
 def metric_of(q_rotation: Tensor, queries: Tensor) -> Metric:

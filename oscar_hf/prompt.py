@@ -152,7 +152,7 @@ def prompt_rotations(model_or_config: PreTrainedModel | PreTrainedConfig, *, tol
 @cache
 def _tell(name: str) -> None:
     logging.getLogger(__name__).warning(
-        "No rotations for %s: its 2-bit caches are fitted to each prompt (recipe 'prompt'); calibrated ones, made by "
-        "`oscar-hf calibrate`, keep more.",
+        "No rotations for %s: its 2-bit caches are fitted to each prompt (recipe 'prompt'). `oscar-hf calibrate` "
+        "makes rotations that need no fitting.",
         display_name(name),
     )

@@ -221,11 +221,14 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def make_cache(kind: str, model: PreTrainedModel, capacity: int) -> Any:
-    """A cache: `"dynamic"`, `"static"`, `"oscar"` (growing) or `"oscar-static"` (fixed storage)."""
+    """A cache: `"dynamic"`, `"static"`, `"oscar"` (growing), `"oscar-static"` (fixed storage) or
+    `"oscar-prompt"` (growing, fitted to its sequences)."""
     if kind == "dynamic":
         return DynamicCache(config=model.config)
     if kind == "static":
         return StaticCache(config=model.config, max_cache_len=capacity)
+    if kind == "oscar-prompt":
+        return OscarQuantizedCache(model, config=OscarConfig(recipe="prompt"))
     return OscarQuantizedCache(model) if kind == "oscar" else OscarQuantizedCache(model, max_cache_len=capacity)
 
 
