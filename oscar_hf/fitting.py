@@ -22,11 +22,12 @@ from .rotation import error_metric, hadamard
 from .search import Metric
 from .transform import Transform
 
-SAMPLE = 2048  # keys and queries of a forward that are looked at
+SAMPLE = 1024  # keys and queries of a forward that are looked at
 FIRST = 4  # tokens left out where there are enough: they are never quantised, and often unlike all others
 RIDGE = 4.0  # of both moments; it makes A about as strong as the balanced transform with alpha 1/2
 PRIOR_TOKENS = 2500  # what the ridge is doubled by: RoPE has few tokens say little of those at other positions
-MEAN_TOKENS = 500  # what calibration counts for in the keys' mean
+PRIOR_RIDGE = 16.0  # the same where calibration has balanced the moments already
+MEAN_TOKENS = 2000  # what calibration counts for in the keys' mean
 
 
 def sample(states: Tensor, limit: int = SAMPLE) -> Tensor:
@@ -64,8 +65,9 @@ def fit(
     tokens, size = keys.shape[2], keys.shape[3]
     keys = sample(keys).float()
     mean = keys.mean(2)
+    mean = torch.where(mean.isfinite(), mean, 0.0)  # what overflowed spoils no other token
     eye = torch.eye(size, device=keys.device)
-    ridge = RIDGE * (1 + PRIOR_TOKENS / tokens)
+    ridge = (RIDGE if prior is None else PRIOR_RIDGE) * (1 + PRIOR_TOKENS / tokens)
     if prior is None:
         centred = keys - mean.unsqueeze(2)
     else:
@@ -83,11 +85,10 @@ def fit(
         factors, _ = torch.linalg.cholesky_ex(moments)
         inverses = torch.linalg.solve_triangular(factors, eye.expand_as(factors), upper=False)
         k_part, q_part = factors[1] @ inverses[0].mT, inverses[1].mT @ factors[0]
-    mixing = _mixing(size, keys.device)
-    k_part, q_part = k_part @ mixing, q_part @ mixing
-    if prior is not None:
-        k_part, q_part = k_rotation @ k_part, q_rotation @ q_part
-    return mean, k_part, q_part
+    if prior is None:
+        mixing = _mixing(size, keys.device)
+        return mean, k_part @ mixing, q_part @ mixing
+    return mean, k_rotation @ k_part, q_rotation @ q_part  # which are mixed already
 
 
 @cache
@@ -218,10 +219,10 @@ class RowTransform(Transform):
             self.moments = None
 
     def _prior(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
-        """What calibration says, where there was one."""
-        placed = self.given._on(device)
-        if "k_mean" not in placed:
+        """What calibration says, where it took off a mean and balanced the rest."""
+        if self.given.rotation.k_mean is None or self.given.rotation.q_rotation is None:
             return None
+        placed = self.given._on(device)
         return placed["k_mean"], placed["k_rotation"], placed["q_rotation"]
 
     @torch.inference_mode(False)
