@@ -137,7 +137,9 @@ class RowTransform(Transform):
         """Forget every fit."""
         eye = torch.eye(self.held["k_rotation"].shape[-1], device=self.held["k_rotation"].device)
         rows = range(len(self.fitted))
-        self._put(slice(None), {n: t * 0 if n == "k_mean" else eye.expand_as(t) for n, t in self.held.items()})
+        self._put(
+            slice(None), {n: torch.zeros_like(t) if n == "k_mean" else eye.expand_as(t) for n, t in self.held.items()}
+        )
         self.moments = torch.zeros_like(self.held["k_rotation"])
         self.seen, self.fitted = [0 for _ in rows], [False for _ in rows]
 

@@ -64,13 +64,13 @@ class PromptLayer(OscarLayer):
     def prepare(self, new: Tensor | None, key: Tensor, query: Tensor | None = None, scaling: float = 1.0) -> None:
         """Fit the rows whose history begins with these states."""
         if self.rows is not None and not self.rows.complete:
+            alike = not any(self.rows.fitted) and len(set(self.rows.seen)) == 1
             for rows, tokens in row_groups(self.tiers, new, key.shape[2]):
-                parts = range(*rows.indices(self.batch_size))
-                for part in [rows] if not any(self.rows.fitted) else [slice(row, row + 1) for row in parts]:
+                single = [slice(row, row + 1) for row in range(*rows.indices(self.batch_size))]
+                for part in [rows] if alike else single:
                     if not self.rows.fitted[part.indices(self.batch_size)[0]]:
-                        self._prepare_rows(
-                            part, pick(key[part], tokens), None if query is None else pick(query[part], tokens)
-                        )
+                        asked = None if query is None else pick(query[part], tokens)
+                        self._prepare_rows(part, pick(key[part], tokens), asked)
         super().prepare(new, key, query, scaling)
 
     def _prepare_rows(self, rows: slice, key: Tensor, query: Tensor | None) -> None:

@@ -338,6 +338,37 @@ def test_a_step_compiles_whole_and_once(config: OscarConfig) -> None:
     assert graphs == [graphs[0]] * 4
 
 
+@CONFIGS
+@pytest.mark.parametrize("length", [None, 90], ids=["growing", "fixed"])
+def test_inference_mode_on_and_off(config: OscarConfig, length: int | None) -> None:
+    model, ids = patched(config=config), tokens(2, 60)
+    expected = feed(model, ids, OscarQuantizedCache(model, max_cache_len=length), 6)
+    cache = OscarQuantizedCache(model, max_cache_len=length)
+    with torch.inference_mode():
+        first = feed(model, ids[:, :10], cache, 6)
+    middle = feed(model, ids[:, 10:11], cache)
+    with torch.inference_mode():
+        last = feed(model, ids[:, 11:50], cache)
+    end = feed(model, ids[:, 50:], cache)
+    assert relative_error(torch.cat([first, middle, last, end], 1), expected) < 1e-5
+    cache.reset()
+    assert relative_error(feed(model, ids, cache, 6), expected) < 1e-5
+
+
+def test_padded_rows_wait_on_their_own() -> None:
+    model, ids = patched(), tokens(2, 40)
+    cache = OscarQuantizedCache(model)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    feed(model, ids[:, :8], cache, 8, mask[:, :8])
+    assert rows_of(cache).seen == [8, 5]
+    feed(model, ids[:, 8:], cache, 0, mask)
+    alone = OscarQuantizedCache(model)
+    feed(model, ids[1:, 3:8], alone, 5)
+    feed(model, ids[1:, 8:], alone)
+    torch.testing.assert_close(rows_of(cache).held["k_rotation"][1], rows_of(alone).held["k_rotation"][0])
+
+
 def test_memory_counts_the_rotations() -> None:
     model, ids = patched("llama"), tokens(2, 40)
     cache = OscarQuantizedCache(model)
