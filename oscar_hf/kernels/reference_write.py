@@ -58,7 +58,8 @@ def search_into_reference(
     sweeps: int,
     stretch: float,
 ) -> None:
-    """`quantize_into_reference` by search in the metric [H, D, D] or [D, D], whose `Metric.factor` is `factor`."""
+    """`quantize_into_reference` by search in the metric [..., D, D], by row, by head or one for all, whose
+    `Metric.factor` is `factor`."""
     rows = rows[..., : max(0, codes.shape[-2] - start), :]
     if not rows.numel():
         return
