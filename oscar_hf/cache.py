@@ -27,9 +27,11 @@ from ._compat import (
 )
 from .cache_file import fingerprint, load_cache, read_facts, save_cache
 from .config import OscarConfig
+from .fitting import RowTransform
 from .layer import OscarLayer
 from .memory import CacheMemory, measure
 from .parallel import local_heads
+from .prompt import PromptLayer, prompt_rotations
 from .rotation import RotationSet, absorbed_layers
 from .transform import Transform
 
@@ -41,13 +43,14 @@ class OscarQuantizedCache(Cache):
 
     Args:
         model_or_config: a patched model, whose rotations and settings it takes; or any model or configuration.
-        rotations: needed unless the model is patched: a RotationSet made for this model.
+        rotations: a RotationSet made for this model. None: those that the model is patched with; where it is not
+            patched, each sequence's keys are fitted to itself (recipe "prompt"), which a logged line says.
         config: storage settings (default: the patched model's, else the rotations').
         max_cache_len: allocate for so many tokens at once. Then `generate` compiles the model's decode steps into
             CUDA graphs, as it does for StaticCache. None: grow with the text.
 
     Raises:
-        ValueError: no rotations, rotations of another model, an architecture that is not supported, or, later, more
+        ValueError: rotations of another model, an architecture that is not supported, or, later, more
             tokens than `max_cache_len`, before anything is stored.
         RuntimeError: on a forward with gradients, or after one that failed halfway.
 
@@ -73,18 +76,15 @@ class OscarQuantizedCache(Cache):
                 raise ValueError(
                     "This model is patched with other rotations; leave `rotations` out, or unpatch_model() first."
                 )
-            rotations, transforms, default, digest = patch.rotations, patch.transforms, patch.config, patch.digest
-        elif rotations is None:
-            raise ValueError(
-                "This model is not patched, so its rotations are unknown: call patch_model(model, ...) first, "
-                "or pass rotations=calibrate(model, texts, tokenizer)."
-            )
+            rotations, transforms, config, digest = (
+                patch.rotations, patch.transforms, config or patch.config, patch.digest
+            )  # fmt: skip
         else:
+            rotations = rotations or prompt_rotations(model_or_config, told=config is not None and config.fits)
             rotations.check_fits(full, architecture(model_config))
             transforms = _shared_transforms(model_or_config, rotations, full)
-            default, digest = rotations.config, rotations.digest()
-        self.config, self.digest = config or default, digest
-        rotations.check_settings(self.config)
+            digest = rotations.digest()
+        self.config, self.digest = rotations.settings(config), digest
         self.text_config = model_config
         is_model = isinstance(model_or_config, PreTrainedModel)
         self.fingerprint = (
@@ -93,9 +93,10 @@ class OscarQuantizedCache(Cache):
         if max_cache_len is not None:
             _check_fixed(self.config, max_cache_len)
         leader = None
+        kind = PromptLayer if self.config.fits else OscarLayer
         for index in sorted(full):
             own = rotations.layer_config(index, self.config)
-            layers[index] = OscarLayer(transforms[index], own, model_config, max_cache_len, leader, index)
+            layers[index] = kind(transforms[index], own, model_config, max_cache_len, leader, index)
             leader = leader or layers[index]
         super().__init__(layers=layers)
         self._emptied: int | None = None  # batch size before a reset that nothing has followed yet
@@ -328,7 +329,9 @@ class OscarQuantizedCache(Cache):
         layers = [copy.copy(layer) for layer in self.layers]
         for layer in layers:
             if isinstance(layer, OscarLayer):
-                layer.text_config = layer.transform = None  # type: ignore[assignment]
+                layer.text_config = None
+                rows = layer.transform
+                layer.transform = rows.bind(None) if isinstance(rows, RowTransform) else None  # type: ignore[assignment]
                 layer.leader = layers[self.layers.index(layer.leader)] if layer.leader else None
         return {**vars(self), "layers": layers, "text_config": None}
 
@@ -351,7 +354,9 @@ class OscarQuantizedCache(Cache):
         self.text_config = text_config(model)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, OscarLayer):
-                layer.text_config, layer.transform = self.text_config, transforms[index]
+                layer.text_config, layer.given = self.text_config, transforms[index]
+                rows = layer.transform.bind(layer.given) if isinstance(layer.transform, RowTransform) else layer.given
+                layer.transform = layer.given.unrotated() if layer.exact else rows
 
 
 def _check_fixed(config: OscarConfig, max_cache_len: int) -> None:

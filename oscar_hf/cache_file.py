@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ._compat import architecture, text_config
+from .fitting import RowTransform
 from .layer import OscarLayer
 from .parallel import DTensor, local
+from .prompt import PromptLayer
 from .quantization import FORMAT_VERSION
 
 if TYPE_CHECKING:
@@ -180,7 +182,11 @@ def layer_state(layer: OscarLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors |= {f"{name}.{part}": buffer[:, :, :used] for part, buffer in enumerate(buffers)}
     if layer.columns is not None:
         tensors["columns"] = layer.columns
-    return tensors, {"lengths": lengths, "floors": tiers.floors, "seen": layer.seen, "exact": layer.exact}
+    facts = {"lengths": lengths, "floors": tiers.floors, "seen": layer.seen, "exact": layer.exact}
+    if isinstance(layer.transform, RowTransform):
+        held, facts["fit"] = layer.transform.state()
+        tensors |= {f"fit.{name}": tensor for name, tensor in held.items()}
+    return tensors, facts
 
 
 def restore_layer(layer: OscarLayer, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -204,6 +210,8 @@ def restore_layer(layer: OscarLayer, tensors: dict[str, Tensor], facts: dict[str
         raise ValueError(f"It holds {seen} tokens, more than max_cache_len={layer.max_cache_len}.")
     for name, window in tiers.windows.items():
         window[:, :, : tensors[name].shape[2]] = tensors[name]
+    if isinstance(layer, PromptLayer):
+        layer.restore(tensors, facts)
     tiers.count(lengths, floors)
     tiers.history.reserve(held)
     for name, buffers in (("keys", tiers.history.keys), ("values", tiers.history.values)):

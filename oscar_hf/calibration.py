@@ -16,17 +16,10 @@ from ._compat import architecture, cache_layers, input_device, text_config
 from .attention import evaluating, observe
 from .config import OscarConfig, Recipe, get_recipe
 from .loading import display_name
+from .matrices import balanced_transform, compose_rotation, error_metric, hadamard
 from .outliers import logit_error, sample, warn
 from .parallel import local_heads
-from .rotation import (
-    TENSORS,
-    LayerRotation,
-    RotationSet,
-    balanced_transform,
-    compose_rotation,
-    error_metric,
-    hadamard,
-)
+from .rotation import TENSORS, LayerRotation, RotationSet
 from .transform import Transform
 
 ATTENTION_BLOCK = 1 << 24  # attention weights held at a time

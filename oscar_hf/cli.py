@@ -56,7 +56,7 @@ Rotations = Annotated[
     str | None,
     typer.Option(
         metavar="DIR|NAME",
-        help="A folder that calibrate wrote, or an entry of the RotationZoo.",
+        help="A folder that calibrate wrote, an entry of the RotationZoo, or prompt: fitted to each prompt.",
         show_default="saved with the model, else the zoo's",
     ),
 ]
@@ -95,7 +95,7 @@ def calibrate(
         str, typer.Option(metavar="pydoc|FILE|DATASET", help="Python's own manual, .txt or .jsonl, or a data set.")
     ] = "pydoc",
     tokens: Annotated[int, typer.Option(min=1, help="How much of the corpus to use.")] = 20_000,
-    recipe: Annotated[str, typer.Option(metavar="balanced|search|oscar|hadamard|naive")] = "balanced",
+    recipe: Annotated[str, typer.Option(metavar="balanced|search|oscar|hadamard|naive|prompt")] = "balanced",
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -185,9 +185,8 @@ def patch(
     - `oscar-hf patch Qwen/Qwen3-8B --rotations rotations --out Qwen3-8B-oscar`
     """
     from .patch import save_patched
-    from .zoo import find_rotations
 
-    found = find_rotations(rotations) if rotations else None
+    found = _found(rotations)
     if out.exists() and Path(model).exists() and out.samefile(model):
         raise ValueError(f"--out {out} is the model's own folder; choose another, the original would be overwritten.")
     out.mkdir(parents=True, exist_ok=True)
@@ -230,12 +229,11 @@ def generate(
 
     from .cache import OscarQuantizedCache
     from .generation import comparison, timed_generate
-    from .zoo import find_rotations
 
     if (prompt is None) == (file is None):
         raise ValueError("Give the prompt either as --prompt TEXT or as --file PATH.")
     text = file.read_text(encoding="utf-8") if file else prompt
-    found = find_rotations(rotations) if rotations else None
+    found = _found(rotations)
     loaded, tokenizer = _load(model, dtype, device_map, as_json)
     if chat and tokenizer.chat_template:
         messages, settings = [{"role": "user", "content": text}], {"return_dict": True, "return_tensors": "pt"}
@@ -404,8 +402,15 @@ def _load(name: str, dtype: str, device_map: str | None, as_json: bool) -> tuple
         raise error if name in str(error) else OSError(f"{name} could not be loaded: {error}") from error
 
 
-def _patch(model: PreTrainedModel, name: str, rotations: RotationSet | None) -> None:
-    """Patch for good, with the rotations given, those saved with the model, or the zoo's."""
+def _found(rotations: str | None) -> RotationSet | str | None:
+    """What `patch_model` is to be given; looked up before the model is loaded."""
+    from .zoo import find_rotations
+
+    return rotations if rotations in (None, "prompt") else find_rotations(rotations)
+
+
+def _patch(model: PreTrainedModel, name: str, rotations: RotationSet | str | None) -> None:
+    """Patch for good, with the rotations given, those saved with the model, the zoo's, or none but the prompt's."""
     from .loading import display_name
     from .patch import patch_model
 

@@ -16,7 +16,7 @@ def save(
     model: Annotated[str, typer.Argument(help="A directory, a Hub id or a GGUF file.")],
     text: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="The context, UTF-8.")],
     out: Annotated[Path, typer.Option(help="Folder for the cache.")],
-    rotations: Annotated[str | None, typer.Option(help="A folder or a name in the zoo.")] = None,
+    rotations: Annotated[str | None, typer.Option(help="A folder, a name in the zoo, or prompt.")] = None,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of one forward.")] = 4096,
     dtype: Annotated[str, typer.Option(help="The model's.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-KeyTransform = Literal["identity", "hadamard", "eigen", "balanced"]
+KeyTransform = Literal["identity", "hadamard", "eigen", "balanced", "prompt"]
 ValueTransform = Literal["identity", "hadamard", "eigen"]
 ScaleRule = Literal["minmax", "inner_product"]
 MAX_SWEEPS = 16
@@ -35,7 +35,8 @@ class Recipe:
     Args:
         name: what `OscarConfig.recipe` and a RotationSet call it.
         k_transform: `"eigen"` (query covariance, then Hadamard and bit reversal), `"balanced"` (geometric mean of
-            the inverse key covariance and the query covariance, then Hadamard), `"hadamard"` or `"identity"`.
+            the inverse key covariance and the query covariance, then Hadamard), `"hadamard"`, `"identity"` or
+            `"prompt"` (each cache fits its own to its sequence: `fitting`).
         v_transform: `"eigen"` (of `value_target`), `"hadamard"` or `"identity"`. Always orthogonal.
         per_head: one transform per KV head instead of one per layer.
         key_mean: take the calibration mean off every key; softmax does not see it.
@@ -74,7 +75,7 @@ class Recipe:
     choose: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("k_transform", self.k_transform, ("identity", "hadamard", "eigen", "balanced"))
+        _one_of("k_transform", self.k_transform, ("identity", "hadamard", "eigen", "balanced", "prompt"))
         _one_of("v_transform", self.v_transform, ("identity", "hadamard", "eigen"))
         _one_of("value_target", self.value_target, ("score", "output"))
         _one_of("scale_rule", self.scale_rule, ("minmax", "inner_product"))
@@ -91,6 +92,8 @@ class Recipe:
     @property
     def needs_data(self) -> bool:
         """Whether fitting needs calibration statistics at all."""
+        if self.k_transform == "prompt":
+            return self.v_transform == "eigen"
         fitted = self.k_transform in ("eigen", "balanced") or self.v_transform == "eigen"
         return fitted or self.key_mean or self.k_search > 0 or self.choose
 
@@ -126,6 +129,15 @@ RECIPES: dict[str, Recipe] = {
             scale_rule="inner_product",
             k_search=1,
             k_stretch=1.2,
+        ),
+        Recipe(
+            "prompt",
+            k_transform="prompt",
+            v_transform="hadamard",
+            per_head=True,
+            key_mean=True,
+            k_clip=0.92,
+            scale_rule="inner_product",
         ),
     )
 }
@@ -163,7 +175,8 @@ class OscarConfig:
     """How a cache stores keys and values. Immutable; round-trips through `to_dict` and `from_dict`.
 
     Args:
-        recipe: name of the recipe whose defaults fill the settings left at None; any name if none is.
+        recipe: name of the recipe whose defaults fill the settings left at None; any name if none is. `"prompt"` also
+            has caches fit their keys' transforms to each sequence, by the rotations given where these are calibrated.
         sink_tokens: first tokens of each row kept in the model's dtype.
         recent_tokens: newest tokens of each row kept in the model's dtype (transformers says "residual").
         k_clip: clip keys at this percentile of a row's |x|; 1 does not clip. None: the recipe's.
@@ -247,6 +260,11 @@ class OscarConfig:
     def searches(self) -> bool:
         """Whether the codes of keys are searched for, which needs rotations with a metric."""
         return self.bits == 2 and self.k_search > 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether each cache fits its transforms to its sequences."""
+        return self.bits == 2 and self.recipe == "prompt"
 
     @property
     def rollback(self) -> int:

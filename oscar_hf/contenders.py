@@ -102,8 +102,9 @@ def parse_contender(text: str, fit: Fit) -> Contender:
 
     Args:
         text: NAME is a recipe (`balanced:alpha=1:group_size=32`), a folder of rotations or a zoo name
-            (`rotations:recent_tokens=512`), `unquantised`, or `hqq` or `quanto` with a number of bits (`hqq2`,
-            `quanto4:residual_length=256`). Settings are those of Recipe and OscarConfig, or of QuantizedCache.
+            (`rotations:recent_tokens=512`, or `rotations:recipe=prompt`, fitted on from there), `unquantised`, or
+            `hqq` or `quanto` with a number of bits (`hqq2`, `quanto4:residual_length=256`). Settings are those of
+            Recipe and OscarConfig, or of QuantizedCache.
         fit: makes a recipe's rotations for the model at hand.
 
     Raises:
@@ -127,6 +128,7 @@ def parse_contender(text: str, fit: Fit) -> Contender:
         recipe = get_recipe(name, **{key: value for key, value in settings.items() if key in fitted})
         rotations = fit(recipe)
     else:
+        storage.add("recipe")
         _only(settings, storage, name)
         rotations = find_rotations(name)
         if Path(name).exists():  # tables and results name no folder of this machine

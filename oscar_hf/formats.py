@@ -108,6 +108,8 @@ def write_upstream(rotations: RotationSet, folder: str | os.PathLike, version: i
 
 def check_shared(rotations: RotationSet, what: str, instead: str) -> None:
     """Raise ValueError unless each layer is one orthogonal matrix for K and one for V."""
+    if rotations.config.recipe == "prompt":
+        raise ValueError(f"{what} holds rotations, and this set leaves the keys' to each cache; {instead}.")
     for index, layer in rotations.layers.items():
         if extra := more_than_shared(layer):
             raise ValueError(

@@ -180,13 +180,13 @@ class OscarLayer(CacheLayerMixin):
             )
         mask, self.padding = self.padding, None
         new = self._new_columns(mask if mask is None or not self.fixed else mask[:, -count:], count)
-        judge(self, key_states)
+        self._staged = True  # an error from here on leaves the layer half-written
+        self.prepare(new, key_states)
         seen = self.seen
         past = self._dense() if count > 1 and seen else None
-        self._staged = True  # an error from here on leaves the layer half-written
         for rows, tokens in row_groups(self.tiers, new, count):
             keys, values = (pick(states[rows], tokens) for states in (key_states, value_states))
-            store(self.tiers, self.transform, rows, keys, values)
+            store(self.tiers, self.transform.rows(rows), rows, keys, values)
         self._extend_columns(seen, new, count)
         self._staged = False
         if seen == 0:
@@ -233,18 +233,21 @@ class OscarLayer(CacheLayerMixin):
         if torch.compiler.is_compiling():
             return self._attend_compiled(query, key, value, mask, logits)
         self._staged = False
-        judge(self, key, query, logits.factor(key.shape[-1]))
         new = self._new_columns(mask, key.shape[2])  # a refusal leaves the layer as it was
         self._staged = True  # an error from here on leaves it half-written
+        self.prepare(new, key, query, logits.factor(key.shape[-1]))
         if new is None and can_step(self.tiers, key.shape[2]):
             output = attend_step(self.tiers, self.transform, query, key, value, logits)
             self._add_columns(key.shape[2])
         else:
-            past = self.seen
-            output = attend_rows(self.tiers, self.transform, new, query, key, value, logits)
+            past, output = self.seen, attend_rows(self.tiers, self.transform, new, query, key, value, logits)
             self._extend_columns(past, new, key.shape[2])
         self._staged = False
         return output
+
+    def prepare(self, new: Tensor | None, key: Tensor, query: Tensor | None = None, scaling: float = 1.0) -> None:
+        """See to these states being ready to be stored: `new` as in `row_groups`, the others as in `judge`."""
+        judge(self, key, query, scaling)
 
     def _attend_compiled(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, logits: Logits

@@ -36,7 +36,7 @@ class OscarLM(HFLM):
     Args:
         pretrained: a model's directory or Hub id, or a model, which is then patched in place.
         rotations: as for `patch_model`: a RotationSet, a folder or a zoo name; None: the model's own.
-        recipe: `"hadamard"` or `"naive"` need no rotations; any other name must be that of the set.
+        recipe: `"prompt"`, `"hadamard"` or `"naive"` need no rotations; any other name must be that of the set.
         zoo: as for `patch_model`.
         cache: `"oscar"`, or `"dynamic"` for the unquantised baseline.
         chunk_tokens: tokens in one forward of a log-likelihood; changes speed and memory, not scores.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .fitting import RowTransform
+
 if TYPE_CHECKING:
     from .cache import OscarQuantizedCache
 
@@ -27,6 +29,8 @@ class CacheMemory:
             are the bits of each.
         elements: keys and values in all quantised layers, row by row.
         dense: bytes that the quantised layers' tokens would take unquantised.
+        rotations: bytes of transforms that were fitted to the sequences themselves (recipe "prompt"), and of what is
+            kept for that until they are.
         exact_layers: layers that 2 bits cannot hold and that stay in 16, counted in all the above.
     """
 
@@ -39,12 +43,13 @@ class CacheMemory:
     history_elements: int
     elements: int
     dense: int
+    rotations: int = 0
     exact_layers: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
         """All bytes that the cache's tensors occupy: the sum of `untyped_storage().nbytes()`."""
-        return self.sink + self.recent + self.history + self.slack + self.other
+        return self.sink + self.recent + self.history + self.slack + self.rotations + self.other
 
     @property
     def history_bits(self) -> float:
@@ -62,7 +67,9 @@ class CacheMemory:
 
     def __str__(self) -> str:
         parts = ", ".join(
-            f"{name} {getattr(self, name) / 1e6:.2f} MB" for name in ("history", "sink", "recent", "slack")
+            f"{name} {getattr(self, name) / 1e6:.2f} MB"
+            for name in ("history", "sink", "recent", "slack", "rotations")
+            if name != "rotations" or self.rotations
         )
         return (
             f"{self.total / 1e6:.2f} MB for {self.tokens} tokens ({parts}); history {self.history_bits:.2f} and all "
@@ -95,19 +102,26 @@ def measure(cache: OscarQuantizedCache) -> CacheMemory:
     loose = [tensor for other in others for tensor in tensors_in(vars(other))]
     loose += [layer.columns for layer in layers if layer.columns is not None]
     loose += [tensor for layer in layers for tensor in layer.tiers.counters]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in loose}
     return CacheMemory(
         int(cache.get_seq_length()),
         sink,
         recent,
         history,
         sum(held.values()) - history,
-        sum(storages.values()),
+        _storage_bytes(loose),
         history_elements,
         elements,
         dense,
+        _storage_bytes(
+            [t for layer in layers if isinstance(layer.transform, RowTransform) for t in layer.transform.buffers()]
+        ),
         tuple(index for index, layer in enumerate(cache.layers) if layer in layers and layer.exact),
     )
+
+
+def _storage_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the storages of tensors, each counted once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _token_bytes(buffer: Tensor) -> int:

@@ -97,19 +97,24 @@ def judge(layer: OscarLayer, key: Tensor, query: Tensor | None = None, scaling: 
         return
     if not layer.fixed and max(tiers.lengths) + key.shape[2] <= config.sink_tokens + config.recent_tokens:
         return
+    rows, own = transform.exemplar()
+    key = key[rows]
+    if not len(key):
+        return
     if key.shape[2] < SAMPLE and any(tiers.lengths):  # of one row: windows and what comes
-        held = [transform.undo_keys(span.keys) for span in tiers.exact(slice(0, 1))]
+        row = rows.start or 0
+        held = [own.undo_keys(span.keys) for span in tiers.exact(slice(row, row + 1))]
         key = torch.cat([*held, key[:1]], 2)
     keys = sample(key)
     if layer.fixed and keys.shape[1] < FEWEST:
         return
     if query is None:
         channels = torch.eye(key.shape[3], device=key.device).expand(key.shape[1], -1, -1)
-        noise, signal = logit_error(transform, config, channels, keys, 1.0)
+        noise, signal = logit_error(own, config, channels, keys, 1.0)
         off = f"2 bits put its keys off by {noise:.2g} (rms), and they differ by {signal:.2g}"
         reason = None if noise <= DROWNED * signal else off
     else:
-        reason = logit_error(transform, config, sample(query), keys, scaling).reason
+        reason = logit_error(own, config, sample(query[rows]), keys, scaling).reason
     transform.judged = True
     if reason is None:
         return

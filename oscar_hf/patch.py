@@ -20,6 +20,7 @@ from .cache import OscarQuantizedCache, attach, detach
 from .cache_file import fingerprint
 from .config import OscarConfig
 from .parallel import DTensor, held, local, local_heads
+from .prompt import NAME, prompt_rotations
 from .rotation import RotationSet, absorbed_layers
 from .transform import Transform
 from .zoo import find_rotations
@@ -72,6 +73,7 @@ def patch_model(
     default_cache: bool = True,
     reversible: bool = True,
     check: bool = True,
+    fallback: bool = True,
 ) -> PreTrainedModel:
     """Make a model read and write 2-bit caches. Changes the model in place; `unpatch_model` undoes it.
 
@@ -82,9 +84,11 @@ def patch_model(
 
     Args:
         model: a decoder from transformers.
-        rotations: a RotationSet, a folder that holds one, or a name in the RotationZoo. None: those saved with the
-            model by `oscar-hf patch`, else the zoo's for this model.
-        config: storage settings (default: the rotations').
+        rotations: a RotationSet, a folder that holds one, a name in the RotationZoo, or `"prompt"`, which has each
+            sequence's keys fitted to itself. None: those saved with the model by `oscar-hf patch`, else the zoo's for
+            this model, else `"prompt"`, which a logged line says.
+        config: storage settings (default: the rotations'). With `OscarConfig(recipe="prompt")` calibrated rotations
+            are where fitting to each sequence starts from.
         zoo: where names are looked up: None (this package, what was pulled, then the hubs), "hub", "modelscope", or a
             folder of sets.
         absorb: False applies the value rotation online everywhere.
@@ -92,6 +96,7 @@ def patch_model(
         reversible: keep the original weights of rotated projections in CPU memory, for `unpatch_model`. False needs
             memory for one layer's at a time.
         check: compare a few steps, with a cache that stores exactly, with the unpatched model's.
+        fallback: False raises FileNotFoundError where there are no rotations for the model.
 
     Returns:
         PreTrainedModel: the same object.
@@ -104,11 +109,10 @@ def patch_model(
     _, full = cache_layers(model_config)
     patch: Patch | None = getattr(model, "_oscar_patch", None)
     if patch is not None:
-        config = config or patch.config
+        config = patch.rotations.settings(config or patch.config)
         config.groups(architecture(model_config)["head_dim"])
         if rotations is not None and _find(model, rotations, zoo).digest() != patch.digest:
             raise ValueError("This model is patched with other rotations; call unpatch_model(model) first.")
-        patch.rotations.check_settings(config)
         patch.config, patch.default_cache = config, default_cache
         return model
     if isinstance(getattr(model.config, "oscar", None), Marker):
@@ -116,11 +120,15 @@ def patch_model(
             "This model shares its configuration object with a patched model, and so its attention implementation; "
             "load it anew, or give it a configuration of its own."
         )
-    rotations = _find(model, rotations, zoo)
+    try:
+        rotations = _find(model, rotations, zoo)
+    except FileNotFoundError:
+        if rotations is not None or not fallback:
+            raise
+        rotations = prompt_rotations(model, told=config is not None and config.fits)
     rotations.check_fits(full, architecture(model_config))
-    config = config or rotations.config
+    config = rotations.settings(config)
     config.groups(architecture(model_config)["head_dim"])
-    rotations.check_settings(config)
     on_disk = absorbed_layers(model.config, rotations, full)
     digest = rotations.digest()
     rotated: list[int] = []
@@ -225,9 +233,11 @@ def save_patched(model: PreTrainedModel, directory: str | os.PathLike, **kwargs:
 def _find(
     model: PreTrainedModel, rotations: RotationSet | str | os.PathLike | None, zoo: str | os.PathLike | None = None
 ) -> RotationSet:
-    """A set as it is, that of a folder or zoo name, or, for None, the one beside the model's weights or the zoo's."""
+    """A set as it is, that of a folder or name, or, for None, the one beside the model's weights or the zoo's."""
     if isinstance(rotations, RotationSet):
         return rotations
+    if rotations == NAME:
+        return prompt_rotations(model)
     if rotations is not None:
         return find_rotations(rotations, zoo)
     if not model.name_or_path:

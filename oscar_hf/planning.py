@@ -295,14 +295,16 @@ class _Reckoning:
         sizes = {name: batch * window.untyped_storage().nbytes() for name, window in tiers.windows.items()}
         token = batch * sum(b.shape[1] * b.shape[3:].numel() * b.element_size() for b in tiers.history.buffers())
         flushed = tiers.flushed_of(total, 0)
-        matrices = (4 if self.config.searches else 2) * layer.heads + 1  # of keys and queries, of errors; of values
+        matrices = 4 if self.config.searches else 2  # of keys and queries, of errors
+        rows = batch if self.config.fits else 1  # that have their own
+        rotations = rows * layer.heads * (matrices * layer.head_dim + 1) + layer.head_dim  # with the mean; of values
         held = {
             "sink": sum(size for name, size in sizes.items() if name.startswith("sink")),
             "recent": sum(size for name, size in sizes.items() if name.startswith("recent")),
             "history": token * flushed,
             "slack": token * (self._capacity(tiers, context, chunk) - flushed),
             "other": 8 * batch + 8,  # lengths, floors, columns seen
-            "rotations": 4 * layer.head_dim * (matrices * layer.head_dim + layer.heads),
+            "rotations": 4 * layer.head_dim * rotations,
         }
         row = 2 * batch * layer.heads * layer.head_dim * self.shape.dtype.itemsize
         return held, held["history"] + row * min(total, self.config.sink_tokens + self.config.recent_tokens)

@@ -161,7 +161,7 @@ def attend_rows(
     output = torch.zeros_like(query)
     for rows, tokens in groups:
         q, k, v = (pick(states[rows], tokens) for states in (query, key, value))
-        result = attend_chunk(tiers, transform, rows, q, k, v, logits)
+        result = attend_chunk(tiers, transform.rows(rows), rows, q, k, v, logits)
         if tokens is None:
             output[rows] = result
         else:
@@ -216,13 +216,20 @@ def unpack_all(tiers: Tiers, transform: Transform, seen: int, columns: Tensor | 
     together = tiers.uniform and columns is None
     for rows in [slice(None)] if together else [slice(row, row + 1) for row in range(like.shape[0])]:
         real = None if columns is None else columns[rows.start].nonzero().squeeze(-1)
+        own = transform.rows(rows)
 
-        def place(start: int, span: Span | PackedSpan, rows: slice = rows, real: Tensor | None = real) -> None:
+        def place(
+            start: int,
+            span: Span | PackedSpan,
+            rows: slice = rows,
+            real: Tensor | None = real,
+            own: Transform = own,
+        ) -> None:
             at = torch.arange(start, start + span.stop - span.start, device=like.device)
             at = at if real is None else real[start : start + len(at)]
             for held, states, undo in (
-                (keys, span.keys, transform.undo_keys),
-                (values, span.values, transform.undo_values),
+                (keys, span.keys, own.undo_keys),
+                (values, span.values, own.undo_values),
             ):
                 plain = states if isinstance(states, Tensor) else dequantize(states)
                 held[rows].index_copy_(2, at, undo(plain).to(like.dtype).expand_as(held[rows, :, : len(at)]))

@@ -41,6 +41,10 @@ class Metric(NamedTuple):
             raise ValueError("A metric must be positive definite.")
         return cls(matrix.float().contiguous(), factor.mT.float().contiguous())
 
+    def rows(self, rows: slice | int) -> Metric:
+        """For some rows of a batch: their part of matrices [B, H, D, D]; others serve all rows."""
+        return self if self.matrix.dim() < 4 else Metric(self.matrix[rows], self.factor[rows])
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Metric:
         return self  # not state of whoever holds it
 

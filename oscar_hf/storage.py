@@ -131,9 +131,9 @@ class History:
                 place = slice(start + first, start + first + block.shape[2])
                 codes, affine = (buffer[rows, :, place] for buffer in buffers)
                 if states is keys and self.metric is not None:
-                    config = self.config
+                    metric, config = self.metric.rows(rows), self.config
                     search_into(
-                        block, *self.metric, codes, affine, clip=clip, sweeps=config.k_search, stretch=config.k_stretch
+                        block, *metric, codes, affine, clip=clip, sweeps=config.k_search, stretch=config.k_stretch
                     )
                 else:
                     quantize_into(block, codes, affine, clip=clip, scale_rule=self.config.scale_rule)

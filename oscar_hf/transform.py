@@ -91,18 +91,26 @@ class Transform:
             self._metrics[device] = Metric(metric.matrix.to(device), metric.factor.to(device))
         return self._metrics[device]
 
+    def rows(self, rows: slice) -> Transform:
+        """For some rows of the batch: all have the same, unless a cache fits them (`fitting.RowTransform`)."""
+        return self
+
+    def exemplar(self) -> tuple[slice, Transform]:
+        """The rows of a batch by which `outliers.judge` may judge the layer, and a transform without a batch's dim."""
+        return slice(None), self
+
     def keys(self, keys: Tensor) -> Tensor:
         """`(k - k_mean) k_rotation`, [B, H_kv, n, D] in the dtype given."""
         placed, rotated = self._on(keys.device), keys.float()
         if "k_mean" in placed:
-            rotated = rotated - placed["k_mean"].unsqueeze(1)
+            rotated = rotated - placed["k_mean"].unsqueeze(-2)
         return (rotated @ placed["k_rotation"]).to(keys.dtype)
 
     def undo_keys(self, keys: Tensor) -> Tensor:
         """Stored keys back in the model's basis."""
         placed = self._on(keys.device)
         restored = keys.float() @ placed["q_rotation"].mT
-        return (restored + placed["k_mean"].unsqueeze(1) if "k_mean" in placed else restored).to(keys.dtype)
+        return (restored + placed["k_mean"].unsqueeze(-2) if "k_mean" in placed else restored).to(keys.dtype)
 
     def values(self, values: Tensor) -> Tensor:
         """`v v_rotation`, unless the projections have done it."""

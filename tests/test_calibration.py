@@ -23,7 +23,8 @@ from oscar_hf import calibrate, patch_model, unpatch_model
 from oscar_hf.calibration import LayerStatistics, collect_statistics, fit_layer, history_attention
 from oscar_hf.config import OscarConfig, Recipe, get_recipe
 from oscar_hf.corpus import read_corpus
-from oscar_hf.rotation import RotationSet, bit_reversal, hadamard
+from oscar_hf.matrices import bit_reversal, hadamard
+from oscar_hf.rotation import RotationSet
 from oscar_hf.zoo import find_rotations
 
 SIZE, KV_HEADS, GROUPS = 16, 2, 2

@@ -139,7 +139,8 @@ def test_patch_follows_base_model(folder: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(oscar_hf.zoo, "zoo_folder", lambda: tmp_path / "zoo")
     facts = as_json("patch", tmp_path / "tune", "--out", tmp_path / "out")
     assert facts["digest"] == RotationSet.from_pretrained(folder / "rotations").digest()
-    fails("No rotations for 'model'", "patch", folder / "model", "--out", tmp_path / "other")
+    facts = as_json("patch", folder / "model", "--out", tmp_path / "other")
+    assert facts["recipe"] == "prompt"
 
 
 @pytest.mark.parametrize("source", ["model", "patched"])
@@ -205,7 +206,7 @@ def test_errors_are_one_line(folder: Path, tmp_path: Path) -> None:
     fails("no setting 'alhpa'", "calibrate", model, "--set", "alhpa=1", *out)
     fails("dtype='fp8' cannot be run here", "calibrate", model, "--dtype", "fp8", *out)
     fails("no-such/model", "generate", "no-such/model", "--prompt", "a")
-    fails("No rotations for 'model'", "generate", model, "--prompt", "a")
+    fails("No rotations for 'nobody'", "generate", model, "--prompt", "a", "--rotations", "nobody")
     fails("--prompt TEXT or as --file PATH", "generate", model)
     fails("recent_tokens=-1 must be", "generate", folder / "patched", "--prompt", "a", "--recent-tokens", -1)
     fails("own folder", "patch", model, "--rotations", rotations, "--out", model)

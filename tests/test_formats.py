@@ -19,7 +19,8 @@ from torch import Tensor
 from oscar_hf import formats
 from oscar_hf.config import OscarConfig
 from oscar_hf.formats import read_rotations, write_upstream
-from oscar_hf.rotation import LayerRotation, RotationSet, balanced_transform
+from oscar_hf.matrices import balanced_transform
+from oscar_hf.rotation import LayerRotation, RotationSet
 
 PUBLISHED = ["qwen3-4b-thinking-2507", "qwen3-8b-longbench", "qwen3.5-4b"]
 

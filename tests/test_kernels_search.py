@@ -58,13 +58,14 @@ def assert_equal_to_ties(got: dict[str, Any], expected: dict[str, Any], rows: Te
         (1, 96, SINGLE, BRAIN, (1, 1), 1, 0.94),
         (3, 80, BRAIN, HALF, (), 0, 1.0),
         (3, 32, HALF, BRAIN, (2, 1), 2, 0.9),
+        (5, 64, BRAIN, HALF, (2, 2), 1, 0.93),
     ],
 )
 def test_search_into(
     n: int, size: int, dtype: torch.dtype, affine: torch.dtype, outer: tuple[int, ...], sweeps: int, clip: float,
     device: str,
 ) -> None:  # fmt: skip
-    """Strided rows and places; a metric by head or for all; nothing written outside."""
+    """Strided rows and places; a metric by row, by head or for all; nothing written outside."""
     batch, heads = outer or (1, 2)
     made = buffers(batch, heads, size, dtype=dtype, affine=affine, capacity=12)
     rows = states(batch, heads, n, size, dtype=dtype)
@@ -72,7 +73,8 @@ def test_search_into(
         rows[:, :, 1] = 0.0
         rows[:, :, 2] = 7.0
     given = {
-        "rows": rows, "codes": made["k_codes"], "affine": made["k_affine"], **make_metric(*outer[1:], size),
+        "rows": rows, "codes": made["k_codes"], "affine": made["k_affine"],
+        **make_metric(*(outer if clip == 0.93 else outer[1:]), size),
         "start": 4, "clip": clip, "sweeps": sweeps, "stretch": 1.2,
     }  # fmt: skip
     got, expected = moved(given, device), moved(given, "cpu")
@@ -98,14 +100,14 @@ def test_rows_that_saturate(device: str) -> None:
     torch.testing.assert_close(got["affine"].cpu(), expected["affine"], rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_search_step(n: int, device: str) -> None:
+@pytest.mark.parametrize("n, outer", [(1, (2,)), (3, (2,)), (3, (4, 2))])
+def test_search_step(n: int, outer: tuple[int, ...], device: str) -> None:
     """Rows of every kind: nothing leaves, the first leaves, around the ring, above a floor, beyond the capacity."""
     size, recent, spare, capacity = 32, 16, 8, 40
     made = buffers(4, 2, size, dtype=BRAIN, ring=recent + spare, capacity=capacity)
     ring = made["recent_keys"].copy_(torch.randn(made["recent_keys"].shape))
     given = {
-        "ring": ring, "codes": made["k_codes"], "affine": made["k_affine"], **make_metric(2, size),
+        "ring": ring, "codes": made["k_codes"], "affine": made["k_affine"], **make_metric(*outer, size),
         "lengths": torch.tensor([3, 20, 41, 59], dtype=torch.int32),
         "floors": torch.tensor([0, 0, 22, 0], dtype=torch.int32),
         "n": n, "sinks": 4, "recent": recent, "clip": 0.92, "sweeps": 1, "stretch": 1.2,

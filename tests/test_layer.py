@@ -11,8 +11,9 @@ from torch import Tensor
 
 from oscar_hf.config import OscarConfig
 from oscar_hf.layer import OscarLayer
+from oscar_hf.matrices import compose_rotation, hadamard
 from oscar_hf.quantization import dequantize, quantize
-from oscar_hf.rotation import LayerRotation, compose_rotation, hadamard
+from oscar_hf.rotation import LayerRotation
 from oscar_hf.storage import Span
 from oscar_hf.transform import Transform
 

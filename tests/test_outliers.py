@@ -16,8 +16,9 @@ from torch import Tensor
 from oscar_hf import OscarConfig, OscarQuantizedCache, RotationSet, calibrate, patch_model
 from oscar_hf._compat import cache_argument
 from oscar_hf.layer import OscarLayer
+from oscar_hf.matrices import hadamard
 from oscar_hf.outliers import BOUND, logit_error, sample
-from oscar_hf.rotation import LayerRotation, hadamard
+from oscar_hf.rotation import LayerRotation
 from oscar_hf.transform import Transform
 
 SMALL = OscarConfig(recipe="hadamard", sink_tokens=4, recent_tokens=8)

@@ -276,3 +276,13 @@ def test_command_refuses_in_one_line() -> None:
     for arguments, words in ((["--gpu", "h201"], "'h201' is no GPU"), (["--context", "many"], "no number of tokens")):
         result = CliRunner().invoke(app, ["plan", str(ARCHITECTURES / "qwen3-8b.json"), *arguments])
         assert result.exit_code and words in " ".join(result.output.split()), result.output
+
+
+def test_rotations_fitted_to_each_row() -> None:
+    config = CONFIG.replace(recipe="prompt")
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    patch_model(model, "prompt", config, check=False)
+    memory = run(model, OscarQuantizedCache(model)).memory()
+    assert (
+        planned("llama", config=config).oscar.rotations == memory.rotations + 3 * 4 * 16 * 16
+    )  # and a V in each layer

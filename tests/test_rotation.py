@@ -11,12 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from oscar_hf.config import OscarConfig, get_recipe
-from oscar_hf.rotation import (
-    CONFIG_NAME,
-    MAX_CONFIG_BYTES,
-    WEIGHTS_NAME,
-    LayerRotation,
-    RotationSet,
+from oscar_hf.matrices import (
     balanced_transform,
     bit_reversal,
     compose_rotation,
@@ -25,6 +20,7 @@ from oscar_hf.rotation import (
     hadamard,
     matrix_power,
 )
+from oscar_hf.rotation import CONFIG_NAME, MAX_CONFIG_BYTES, WEIGHTS_NAME, LayerRotation, RotationSet
 
 ARCHITECTURE = {"model_type": "llama", "num_key_value_heads": 2, "head_dim": 16, "rope_theta": 10000.0}
 

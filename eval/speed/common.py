@@ -25,9 +25,9 @@ from oscar_hf import LayerRotation, OscarConfig, OscarQuantizedCache, RotationSe
 from oscar_hf._compat import architecture, cache_argument, cache_layers
 from oscar_hf.config import get_recipe
 from oscar_hf.layer import OscarLayer
+from oscar_hf.matrices import hadamard
 from oscar_hf.memory import tensors_in
 from oscar_hf.reading import store
-from oscar_hf.rotation import hadamard
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RESULTS = Path("eval/results")
@@ -221,11 +221,14 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def make_cache(kind: str, model: PreTrainedModel, capacity: int) -> Any:
-    """A cache: `"dynamic"`, `"static"`, `"oscar"` (growing) or `"oscar-static"` (fixed storage)."""
+    """A cache: `"dynamic"`, `"static"`, `"oscar"` (growing), `"oscar-static"` (fixed storage) or
+    `"oscar-prompt"` (growing, fitted to its sequences)."""
     if kind == "dynamic":
         return DynamicCache(config=model.config)
     if kind == "static":
         return StaticCache(config=model.config, max_cache_len=capacity)
+    if kind == "oscar-prompt":
+        return OscarQuantizedCache(model, config=OscarConfig(recipe="prompt"))
     return OscarQuantizedCache(model) if kind == "oscar" else OscarQuantizedCache(model, max_cache_len=capacity)
 
 

@@ -22,8 +22,8 @@ from eval.speed.common import DEVICE, Results, attempt, graph_us, numbers, relea
 from oscar_hf import OscarConfig
 from oscar_hf.kernels import attend, dispatch, merge, reference
 from oscar_hf.kernels.launch import dependent_launches
+from oscar_hf.matrices import hadamard
 from oscar_hf.quantization import Quantized, dequantize
-from oscar_hf.rotation import hadamard
 
 SINK, RECENT, SPARE = 64, 256, 32
 HISTORY_SLACK = 512

@@ -25,6 +25,8 @@ from oscar_hf.config import get_recipe
 from oscar_hf.quantization import quantize
 from oscar_hf.storage import Tiers
 
+KINDS = ("dynamic", "oscar", "oscar-static", "oscar-prompt")  # the last fits its transforms to what it is given
+
 
 def write_chunk(keys: Tensor, values: Tensor, tiers: Tiers, k_mean: Tensor, k_rotation: Tensor) -> None:
     """Rotate keys, quantise and store keys and values [1, H, T, D] of one layer, as a prefill does."""
@@ -118,7 +120,7 @@ def main(
     model: Annotated[str, typer.Option(help=f"Of {', '.join(common.SHAPES)}.")] = "qwen3-8b",
     tokens: Annotated[str, typer.Option(help="Length of the prompt.")] = "32K",
     write_tokens: Annotated[str, typer.Option(help="Tokens of one layer to quantise.")] = "100K",
-    caches: Annotated[str, typer.Option(help="Of dynamic, oscar, oscar-static.")] = "dynamic,oscar,oscar-static",
+    caches: Annotated[str, typer.Option(help=f"Of {', '.join(KINDS)}.")] = "dynamic,oscar,oscar-static",
     repeats: int = 3,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = common.RESULTS,
 ) -> None:
@@ -128,7 +130,7 @@ def main(
     facts = architecture(common.model_config(model))
     measure_write(results, numbers(write_tokens)[0], facts["num_key_value_heads"], facts["head_dim"])
     release()
-    kinds = [kind for kind in ("dynamic", "oscar", "oscar-static") if kind in caches.split(",")]
+    kinds = [kind for kind in KINDS if kind in caches.split(",")]
     measure_model(results, model, numbers(tokens)[0], repeats, kinds)
     results.show("Prefill")
 

@@ -285,8 +285,9 @@ def step(
         query: [B, H_q, n, D] in the model's basis.
         key: [B, H_kv, n, D].
         value: the same.
-        k_mean: [H_kv, D] float32, taken off the keys, or None.
-        k_rotation: float32 [D, D] or [H_kv, D, D]; `q_rotation` and `v_rotation` (None: absorbed) likewise.
+        k_mean: [H_kv, D] or [B, H_kv, D] float32, taken off the keys, or None.
+        k_rotation: float32 [D, D], [H_kv, D, D] or [B, H_kv, D, D]; `q_rotation` and `v_rotation` (None: absorbed)
+            likewise.
         q_rotation: as k_rotation.
         v_rotation: as k_rotation.
         sink_keys: [B, H_kv, sink, D]; written.
@@ -306,7 +307,7 @@ def step(
         k_clip: as in OscarConfig; `v_clip` and `scale_rule` too.
         v_clip: as k_clip.
         scale_rule: as k_clip.
-        k_metric: float32 [D, D] or [H_kv, D, D]: search the codes of keys in it; None: round each channel by itself.
+        k_metric: as k_rotation: search the codes of keys in it; None: round each channel by itself.
         k_factor: the metric's (`search.Metric`).
         k_search: as in OscarConfig; `k_stretch` too.
         k_stretch: as k_search.

@@ -58,7 +58,8 @@ def search_into_reference(
     sweeps: int,
     stretch: float,
 ) -> None:
-    """`quantize_into_reference` by search in the metric [H, D, D] or [D, D], whose `Metric.factor` is `factor`."""
+    """`quantize_into_reference` by search in the metric [..., D, D], by row, by head or one for all, whose
+    `Metric.factor` is `factor`."""
     rows = rows[..., : max(0, codes.shape[-2] - start), :]
     if not rows.numel():
         return
@@ -91,9 +92,8 @@ def search_step_reference(
         first, last = (max(floor, tokens - sinks - recent, 0) for tokens in (length, length + n))
         places = torch.arange(sinks + first, sinks + last, device=ring.device) % ring.shape[2]
         leaving = ring[row][:, places]
-        search_into_reference(
-            leaving, metric, factor, codes[row], affine[row], first, clip=clip, sweeps=sweeps, stretch=stretch
-        )
+        own = Metric(metric, factor).rows(row)
+        search_into_reference(leaving, *own, codes[row], affine[row], first, clip=clip, sweeps=sweeps, stretch=stretch)
 
 
 def write_chunk_reference(
