@@ -33,11 +33,12 @@ def machine() -> dict[str, Any]:
 
 
 def save_results(path: Path, results: dict[str, Any]) -> None:
-    """Write results with the machine and the command; arguments lose their folders."""
+    """Write results with the machine and the command; arguments, and those in a list, lose their folders."""
     script = Path(sys.argv[0]).resolve().with_suffix("")
     parts = script.relative_to(ROOT).parts if script.is_relative_to(ROOT) else ("eval", script.name)
     module = ".".join(part for part in parts if part != "__main__")
-    command = " ".join([f"python -m {module}", *(Path(a).name for a in sys.argv[1:])])
+    arguments = (",".join(Path(item).name for item in argument.split(",")) for argument in sys.argv[1:])
+    command = " ".join([f"python -m {module}", *arguments])
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"command": command, "machine": machine(), **results}, indent=2)
     path.write_text(text + "\n", encoding="utf-8")
